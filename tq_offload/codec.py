@@ -1,0 +1,256 @@
+"""`TurboQuantCodec`: chunks of KV cache to frames and back. The one door to the layers below."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tq_offload.buffers import Array, aligned, as_bytes, flat_bits, grid_view, section_view
+from tq_offload.errors import FrameContentError, FrameMismatchError, LayoutError, TQOffloadError
+from tq_offload.frame import (
+    UNBOUND,
+    FrameHeader,
+    FramePlan,
+    StreamPlan,
+    digest,
+    make_plan,
+    read_header,
+    write_checksum,
+    write_header,
+)
+from tq_offload.kernels import Backend, Sections, VectorParams, get_backend
+from tq_offload.layout import ChunkLayout, GroupLayout, dtype_name
+from tq_offload.spec import CodecSpec
+
+__all__ = ["TurboQuantCodec", "cache_key_digest", "model_fingerprint"]
+
+
+def cache_key_digest(*fields: bytes | str | int) -> bytes:
+    """Digest of a cache key, 16 bytes, from all of its fields in order."""
+    return digest(*(f if isinstance(f, bytes) else f"{type(f).__name__}:{f}".encode() for f in fields))
+
+
+def model_fingerprint(name: str) -> bytes:
+    """Fingerprint of a model's name, 16 bytes."""
+    return digest(b"model", name.encode())
+
+
+class TurboQuantCodec:
+    """Encodes chunks with one spec and decodes frames of any spec. Thread-safe; kernels release the GIL.
+
+    Args:
+        spec: How to encode. Decoding takes its settings from the frame.
+        backend: Kernel backend: `auto`, `numba` or `reference`. All of them write the same bytes.
+
+    Raises:
+        ConfigError, BackendError: From the choice of the backend.
+    """
+
+    def __init__(self, spec: CodecSpec | None = None, backend: str | Backend = "auto") -> None:
+        self.spec = CodecSpec() if spec is None else spec
+        self.backend: Backend = get_backend(backend) if isinstance(backend, str) else backend
+
+    def frame_size(self, layout: ChunkLayout) -> int:
+        """Exact size in bytes of every frame of that layout."""
+        return make_plan(self.spec, layout).length
+
+    def encode(
+        self, tensors: Sequence[torch.Tensor], layout: ChunkLayout, *, key: bytes = UNBOUND, model: bytes = UNBOUND
+    ) -> bytearray:
+        """Encode a chunk into a new buffer. See `encode_into`."""
+        out = bytearray(self.frame_size(layout))
+        self.encode_into(tensors, layout, out, key=key, model=model)
+        return out
+
+    def encode_into(
+        self,
+        tensors: Sequence[torch.Tensor],
+        layout: ChunkLayout,
+        out: Any,
+        *,
+        key: bytes = UNBOUND,
+        model: bytes = UNBOUND,
+    ) -> int:
+        """Encode a chunk.
+
+        Args:
+            tensors: One CPU tensor for each group of the layout, of its shape and dtype. Read in place when contiguous.
+            layout: What the tensors are.
+            out: Writable buffer (or u8 tensor) of at least `frame_size(layout)` bytes.
+            key: Digest of the cache key, 16 bytes; zeros: not bound.
+            model: Fingerprint of the model, 16 bytes; zeros: not bound.
+
+        Returns:
+            Bytes written, always `frame_size(layout)`.
+
+        Raises:
+            NonFiniteError: NaN or Inf in a coded group. What `out` then holds is not a valid frame.
+            LayoutError: Tensors and layout do not fit, or `out` is too short.
+        """
+        plan = make_plan(self.spec, layout)
+        target = as_bytes(out, writable=True)
+        if len(target) < plan.length:
+            raise LayoutError(f"the output has {len(target)} bytes, the frame needs {plan.length}")
+        target = target[: plan.length]
+        frame = target if aligned(target) else np.empty(plan.length, np.uint8)
+        frame[:8] = 0  # no valid frame until the header is written again below
+        sources = _match_tensors(tensors, layout, _misfit)
+        for group, section, source, streams in zip(layout.groups, plan.opaque, sources, plan.groups, strict=True):
+            flat = flat_bits(source.contiguous(), group)
+            if section is not None:
+                section_view(frame, section, np.uint8)[...] = flat.view(np.uint8)
+            for stream in streams:
+                self._encode_stream(flat, stream, group, frame)
+        write_header(plan, frame.data, key=_digest(key), model=_digest(model))
+        write_checksum(frame.data)
+        if frame is not target:
+            target[:] = frame
+        return plan.length
+
+    def _encode_stream(self, flat: Array, plan: StreamPlan, group: GroupLayout, frame: Array) -> None:
+        if plan.coded.planes:
+            self.backend.encode(flat, plan.coded, _params(plan, group, self.spec), _stream_sections(plan, frame))
+        if plan.raw_section is not None:
+            raw = section_view(frame, plan.raw_section, flat.dtype)
+            at = 0
+            for grid in plan.raw:
+                raw[at : at + grid.planes] = grid_view(flat, grid)
+                at += grid.planes
+
+    def decode_into(
+        self,
+        frame: Any,
+        tensors: Sequence[torch.Tensor],
+        *,
+        layout: ChunkLayout | None = None,
+        key: bytes | None = None,
+        model: bytes | None = None,
+    ) -> FrameHeader:
+        """Check a frame, then decode it straight into the destination.
+
+        Args:
+            frame: Exactly one frame: bytes, bytearray, memoryview, mmap, array or u8 tensor, aligned or not.
+            tensors: Contiguous CPU tensors of the shapes and dtypes that the frame holds. Untouched on failure.
+            layout: If given, its shapes and dtypes must be the frame's; head_dim and spec are read from the frame.
+            key: Digest that the frame must carry; None: not compared. A frame bound to no key fits only None or zeros.
+            model: Likewise for the model.
+
+        Returns:
+            The header of the frame.
+
+        Raises:
+            FrameError: A subclass with a `reason`; nothing was written.
+            LayoutError: The destination is not contiguous or not in CPU memory.
+        """
+        source = as_bytes(frame, writable=False)
+        header, plan = read_header(source.data)
+        _match_header(header, layout, key, model)
+        targets = _match_tensors(tensors, header.layout, _mismatch)
+        if any(not t.is_contiguous() for t in targets):
+            raise LayoutError("the destination is not contiguous")
+        if not aligned(source):
+            source = source.copy()
+        _check_content(plan, source)
+        for group, section, target, streams in zip(
+            header.layout.groups, plan.opaque, targets, plan.groups, strict=True
+        ):
+            flat = flat_bits(target, group)
+            if section is not None:
+                flat.view(np.uint8)[...] = section_view(source, section, np.uint8)
+            for stream in streams:
+                self._decode_stream(flat, stream, group, header.spec, source)
+        return header
+
+    def _decode_stream(self, flat: Array, plan: StreamPlan, group: GroupLayout, spec: CodecSpec, frame: Array) -> None:
+        if plan.coded.planes:
+            self.backend.decode(flat, plan.coded, _params(plan, group, spec), _stream_sections(plan, frame))
+        if plan.raw_section is not None:
+            raw = section_view(frame, plan.raw_section, flat.dtype)
+            at = 0
+            for grid in plan.raw:
+                grid_view(flat, grid)[...] = raw[at : at + grid.planes]
+                at += grid.planes
+
+    def decode(self, frame: Any, *, key: bytes | None = None, model: bytes | None = None) -> list[torch.Tensor]:
+        """Decode a frame into new tensors, one for each group. See `decode_into`."""
+        header = self.inspect(frame)
+        tensors = [torch.empty(g.shape, dtype=getattr(torch, g.dtype)) for g in header.layout.groups]
+        self.decode_into(frame, tensors, key=key, model=model)
+        return tensors
+
+    @staticmethod
+    def inspect(frame: Any) -> FrameHeader:
+        """Check a frame and return its header. Raises a FrameError."""
+        return read_header(as_bytes(frame, writable=False).data)[0]
+
+
+def _misfit(what: str, expected: object, found: object) -> LayoutError:
+    """A tensor that does not fit the layout when encoding: the caller's mistake."""
+    return LayoutError(f"the tensor has {what} {found}, the layout says {expected}")
+
+
+def _mismatch(what: str, in_frame: object, wanted: object) -> FrameMismatchError:
+    """The same when decoding: a sound frame of something else, a miss."""
+    return FrameMismatchError(what, wanted, in_frame)
+
+
+def _match_tensors(
+    tensors: Sequence[torch.Tensor], layout: ChunkLayout, error: Callable[[str, object, object], TQOffloadError]
+) -> list[torch.Tensor]:
+    if len(tensors) != len(layout.groups):
+        raise error("groups", len(layout.groups), len(tensors))
+    for tensor, group in zip(tensors, layout.groups, strict=True):
+        if tuple(tensor.shape) != group.shape:
+            raise error("shape", group.shape, tuple(tensor.shape))
+        if dtype_name(tensor.dtype) != group.dtype:
+            raise error("dtype", group.dtype, dtype_name(tensor.dtype))
+        if tensor.device.type != "cpu":
+            raise LayoutError(f"tensors must be in CPU memory, found {tensor.device}")
+    return list(tensors)
+
+
+def _match_header(header: FrameHeader, layout: ChunkLayout | None, key: bytes | None, model: bytes | None) -> None:
+    if model is not None and model != header.model:
+        raise FrameMismatchError("model", model.hex(), header.model.hex())
+    if key is not None and key != header.key:
+        raise FrameMismatchError("key", key.hex(), header.key.hex())
+    if layout is not None:
+        for what in ("shape", "dtype"):
+            wanted = [getattr(g, what) for g in layout.groups]
+            found = [getattr(g, what) for g in header.layout.groups]
+            if wanted != found:
+                raise FrameMismatchError(what, wanted, found)
+
+
+def _check_content(plan: FramePlan, frame: Array) -> None:
+    """Scales and means are finite in every frame that an encoder wrote."""
+    for group in plan.groups:
+        for p in group:
+            for section in (p.means, p.scales, p.sketch_scales):
+                if section is not None and section.nbytes:
+                    bits = section_view(frame, section, np.uint16)
+                    if int((bits & np.uint16(0x7FFF)).max()) >= 0x7F80:
+                        raise FrameContentError("a scale or mean is not finite")
+
+
+def _digest(value: bytes) -> bytes:
+    if len(value) != len(UNBOUND):
+        raise LayoutError(f"a digest has {len(UNBOUND)} bytes, found {len(value)}")
+    return bytes(value)
+
+
+def _params(plan: StreamPlan, group: GroupLayout, spec: CodecSpec) -> VectorParams:
+    return VectorParams(group.dtype, plan.bits, spec.seed, plan.rule, plan.mean, plan.qjl)
+
+
+def _stream_sections(plan: StreamPlan, frame: Array) -> Sections:
+    return Sections(
+        means=None if plan.means is None else section_view(frame, plan.means, np.uint16),
+        scales=section_view(frame, plan.scales, np.uint16),
+        codes=section_view(frame, plan.codes, np.uint8),
+        sketch_scales=None if plan.sketch_scales is None else section_view(frame, plan.sketch_scales, np.uint16),
+        sketch=None if plan.sketch is None else section_view(frame, plan.sketch, np.uint8),
+    )

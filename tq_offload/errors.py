@@ -1,0 +1,140 @@
+"""The error tree. Everything this package raises on purpose is a `TQOffloadError`.
+
+TQOffloadError
+├── ConfigError (ValueError)            a setting that is not understood
+├── LayoutError (ValueError)            a tensor or layout that cannot be coded as asked
+├── BackendError (RuntimeError)         a kernel backend that was asked for and cannot run here
+├── IncompatibleError (RuntimeError)    an installed package of a version that is not supported
+├── EncodeError                         a chunk that must not be stored
+│   └── NonFiniteError                  NaN or Inf in the input
+└── FrameError (ValueError)             bytes that must not be served
+    ├── BadMagicError
+    ├── UnsupportedVersionError
+    ├── FrameLengthError                truncated or extended
+    ├── FrameHeaderError
+    ├── ChecksumError
+    ├── FrameContentError           a right checksum over something that no encoder writes
+    └── FrameMismatchError              a sound frame of another key, model, shape or dtype
+
+`FrameError.reason` and `EncodeError.reason` are short slugs, used as the label of counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = [
+    "BackendError",
+    "BadMagicError",
+    "ChecksumError",
+    "ConfigError",
+    "EncodeError",
+    "FrameContentError",
+    "FrameError",
+    "FrameHeaderError",
+    "FrameLengthError",
+    "FrameMismatchError",
+    "IncompatibleError",
+    "LayoutError",
+    "NonFiniteError",
+    "TQOffloadError",
+    "UnsupportedVersionError",
+]
+
+
+class TQOffloadError(Exception):
+    """Base of every error of this package."""
+
+
+class ConfigError(TQOffloadError, ValueError):
+    """A setting that is not understood.
+
+    Args:
+        setting: Name of the setting as the user wrote it, for example `TQ_OFFLOAD_BITS`.
+        value: The value that was given.
+        allowed: The values that would have been accepted, or a sentence that describes them.
+    """
+
+    def __init__(self, setting: str, value: object, allowed: Iterable[object] | str) -> None:
+        self.setting = setting
+        self.value = value
+        self.allowed = allowed if isinstance(allowed, str) else ", ".join(str(a) for a in allowed)
+        super().__init__(f"{setting}={value!r} is not understood; allowed: {self.allowed}")
+
+
+class LayoutError(TQOffloadError, ValueError):
+    """A tensor or layout that cannot be coded as asked."""
+
+
+class BackendError(TQOffloadError, RuntimeError):
+    """A kernel backend that was asked for by name and cannot run here."""
+
+
+class IncompatibleError(TQOffloadError, RuntimeError):
+    """An installed package of a version that is not supported."""
+
+
+class EncodeError(TQOffloadError):
+    """A chunk that must not be stored."""
+
+    reason = "encode"
+
+
+class NonFiniteError(EncodeError):
+    """NaN or Inf in the input: the chunk is refused, never written as something finite."""
+
+    reason = "non_finite"
+
+
+class FrameError(TQOffloadError, ValueError):
+    """Bytes that must not be served: a cache miss."""
+
+    reason = "frame"
+
+
+class BadMagicError(FrameError):
+    """Not a frame at all."""
+
+    reason = "magic"
+
+
+class UnsupportedVersionError(FrameError):
+    """A frame of a version or with flags that this release does not read."""
+
+    reason = "version"
+
+
+class FrameLengthError(FrameError):
+    """Truncated or extended: the buffer, the header and the layout disagree about the length."""
+
+    reason = "length"
+
+
+class FrameHeaderError(FrameError):
+    """A header that breaks the format or its caps."""
+
+    reason = "header"
+
+
+class ChecksumError(FrameError):
+    """The checksum does not match."""
+
+    reason = "checksum"
+
+
+class FrameContentError(FrameError):
+    """A right checksum over something that no encoder writes: a scale or a mean that is not finite."""
+
+    reason = "content"
+
+
+class FrameMismatchError(FrameError):
+    """A sound frame, but of another key, model, shape or dtype.
+
+    Args:
+        what: `key`, `model`, `shape`, `dtype` or `kind`; becomes the reason `mismatch_<what>`.
+    """
+
+    def __init__(self, what: str, expected: object, found: object) -> None:
+        self.reason = f"mismatch_{what}"
+        super().__init__(f"frame holds {what} {found!r}, expected {expected!r}")

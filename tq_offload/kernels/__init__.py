@@ -1,0 +1,65 @@
+"""Kernel backends. `get_backend` chooses one; a backend is imported when it is first asked for."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from functools import cache
+
+from tq_offload.errors import BackendError, ConfigError
+from tq_offload.kernels.base import Backend, Sections, Stream, VectorParams
+
+__all__ = ["BACKENDS", "BACKEND_ENV", "Backend", "Sections", "Stream", "VectorParams", "get_backend"]
+
+BACKEND_ENV = "TQ_OFFLOAD_BACKEND"
+
+# Name, module, class; in the order in which `auto` tries them.
+BACKENDS = {
+    "numba": ("tq_offload.kernels.cpu_numba", "NumbaBackend"),
+    "reference": ("tq_offload.kernels.reference", "ReferenceBackend"),
+}
+
+_log = logging.getLogger(__name__)
+
+
+@cache
+def _load(name: str) -> Backend:
+    module, cls = BACKENDS[name]
+    try:
+        backend: Backend = getattr(importlib.import_module(module), cls)()
+    except ImportError as error:
+        raise BackendError(f"backend {name!r} cannot run here: {error}") from error
+    return backend
+
+
+@cache
+def _automatic() -> Backend:
+    failures = []
+    for name in BACKENDS:
+        try:
+            backend = _load(name)
+        except BackendError as error:
+            failures.append(str(error))
+            continue
+        if failures:
+            _log.warning("TQ-Offload uses the slower backend %r: %s", name, "; ".join(failures))
+        return backend
+    raise BackendError("; ".join(failures))
+
+
+def get_backend(name: str = "auto") -> Backend:
+    """The backend of that name; `auto` follows TQ_OFFLOAD_BACKEND, else takes the fastest that can run here.
+
+    Raises:
+        ConfigError: The name is not known.
+        BackendError: It was asked for by name and cannot run here.
+    """
+    setting, wanted = "backend", name
+    if name == "auto" and os.environ.get(BACKEND_ENV):
+        setting, wanted = BACKEND_ENV, os.environ[BACKEND_ENV]
+    if wanted == "auto":
+        return _automatic()
+    if wanted not in BACKENDS:
+        raise ConfigError(setting, wanted, ["auto", *BACKENDS])
+    return _load(wanted)

@@ -1,0 +1,172 @@
+"""What the codec does to a chunk: bits, rotation seed, means, scale rules, protected layers. Presets and parsing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+
+from tq_offload.errors import ConfigError
+
+__all__ = ["DEFAULT_PRESET", "MEAN_MIN_TOKENS", "PRESETS", "SCALE_RULES", "SETTINGS", "CodecSpec"]
+
+SCALE_RULES = ("lsq", "norm", "unbiased")
+MEAN_MIN_TOKENS = 64  # below, the means would cost more than 0.25 bit an element; part of the wire format
+DEFAULT_PRESET = "turboquant"
+
+_MAX_SEED = 2**32 - 1
+_MAX_PROTECTED = 1024
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True)
+class CodecSpec:
+    """An immutable, hashable description of the codec. It is written into every frame.
+
+    Args:
+        key_bits: Bits of a K code, 1..8.
+        value_bits: Bits of a V code, 1..8.
+        seed: Seed of the random signs, u32.
+        mean: Take the chunk's mean off a vector where that shortens it (chunks of 64 tokens and more).
+        key_rule: Scale rule of K: `lsq` (least squares), `norm` (norm correction), `unbiased` (inner products).
+        value_rule: Scale rule of V.
+        qjl: Add a 1-bit sketch of the residual of K (QJL, arXiv 2406.03482).
+        protect_first: First layers of a chunk that are stored as they are.
+        protect_last: Last layers likewise.
+
+    Raises:
+        ConfigError: A value out of range.
+    """
+
+    key_bits: int = 4
+    value_bits: int = 4
+    seed: int = 0
+    mean: bool = True
+    key_rule: str = "lsq"
+    value_rule: str = "lsq"
+    qjl: bool = False
+    protect_first: int = 0
+    protect_last: int = 0
+
+    def __post_init__(self) -> None:
+        _check_int("key_bits", self.key_bits, 1, 8)
+        _check_int("value_bits", self.value_bits, 1, 8)
+        _check_int("seed", self.seed, 0, _MAX_SEED)
+        _check_int("protect_first", self.protect_first, 0, _MAX_PROTECTED)
+        _check_int("protect_last", self.protect_last, 0, _MAX_PROTECTED)
+        for name in ("mean", "qjl"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(name, getattr(self, name), "true, false")
+        for name in ("key_rule", "value_rule"):
+            if getattr(self, name) not in SCALE_RULES:
+                raise ConfigError(name, getattr(self, name), SCALE_RULES)
+
+    @classmethod
+    def preset(cls, name: str, *, setting: str = "preset") -> CodecSpec:
+        """The preset of that name; `setting` is the name that an error shows.
+
+        Raises:
+            ConfigError: The name is not known.
+        """
+        if name not in PRESETS:
+            raise ConfigError(setting, name, PRESETS)
+        return PRESETS[name]
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, object], *, shown: Callable[[str], str] = str) -> CodecSpec:
+        """Build a spec from the settings of a user, strictly.
+
+        Args:
+            settings: `preset`, `bits` (both K and V) and the fields of this class, as text or as typed values. More
+                special settings win: key_bits over bits over preset.
+            shown: Maps a setting's name to the name that the user knows, for error messages.
+
+        Raises:
+            ConfigError: An unknown name or a value that is not allowed.
+        """
+        for name in settings:
+            if name not in SETTINGS:
+                raise ConfigError(shown(name), settings[name], "one of the settings " + ", ".join(map(shown, SETTINGS)))
+        spec = cls.preset(str(settings.get("preset", DEFAULT_PRESET)), setting=shown("preset"))
+        changes: dict[str, object] = {}
+        if "bits" in settings:
+            bits = _to_int(shown("bits"), settings["bits"], 1, 8)
+            changes.update(key_bits=bits, value_bits=bits)
+        for name, parse in _PARSERS.items():
+            if name in settings:
+                changes[name] = parse(shown(name), settings[name])
+        return replace(spec, **changes)  # type: ignore[arg-type]
+
+    def describe(self) -> str:
+        """One line for people: `K4V4, means, least-squares scale`."""
+        parts = [f"K{self.key_bits}V{self.value_bits}"]
+        if self.mean:
+            parts.append("means")
+        rules = {"lsq": "least-squares", "norm": "norm-preserving", "unbiased": "unbiased"}
+        if self.key_rule == self.value_rule:
+            parts.append(f"{rules[self.key_rule]} scale")
+        else:
+            parts.append(f"{rules[self.key_rule]} K and {rules[self.value_rule]} V scale")
+        if self.qjl:
+            parts.append("QJL")
+        if self.protect_first or self.protect_last:
+            parts.append(f"first {self.protect_first} and last {self.protect_last} layers raw")
+        if self.seed:
+            parts.append(f"seed {self.seed}")
+        return ", ".join(parts)
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(name, value, f"an integer from {low} to {high}")
+
+
+def _to_int(name: str, value: object, low: int, high: int) -> int:
+    number = value
+    if isinstance(value, str):
+        text = value.strip()
+        number = int(text) if text.isascii() and text.isdigit() else value
+    _check_int(name, number, low, high)
+    return number  # type: ignore[return-value]
+
+
+def _to_bool(name: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).strip().lower()
+    if text in _TRUE:
+        return True
+    if text in _FALSE:
+        return False
+    raise ConfigError(name, value, [*_TRUE, *_FALSE])
+
+
+def _to_rule(name: str, value: object) -> str:
+    if value not in SCALE_RULES:
+        raise ConfigError(name, value, SCALE_RULES)
+    return str(value)
+
+
+_PARSERS: dict[str, Callable[[str, object], object]] = {
+    "key_bits": lambda name, value: _to_int(name, value, 1, 8),
+    "value_bits": lambda name, value: _to_int(name, value, 1, 8),
+    "seed": lambda name, value: _to_int(name, value, 0, _MAX_SEED),
+    "mean": _to_bool,
+    "key_rule": _to_rule,
+    "value_rule": _to_rule,
+    "qjl": _to_bool,
+    "protect_first": lambda name, value: _to_int(name, value, 0, _MAX_PROTECTED),
+    "protect_last": lambda name, value: _to_int(name, value, 0, _MAX_PROTECTED),
+}
+
+SETTINGS = ("preset", "bits", *(f.name for f in fields(CodecSpec)))
+
+# `nc` is the norm correction of vLLM and LMCache. Ours take off means as well, which costs 16 / T bits an element.
+PRESETS: dict[str, CodecSpec] = {
+    "turboquant": CodecSpec(),
+    "turboquant_k8v4": CodecSpec(key_bits=8, value_bits=4),
+    "turboquant_4bit_nc": CodecSpec(key_rule="norm", value_rule="norm"),
+    "turboquant_k3v4_nc": CodecSpec(key_bits=3, value_bits=4, key_rule="norm", value_rule="norm"),
+    "turboquant_3bit_nc": CodecSpec(key_bits=3, value_bits=3, key_rule="norm", value_rule="norm"),
+    "turboquant_3bit": CodecSpec(key_bits=3, value_bits=3, protect_first=2, protect_last=2),
+    "turboquant_k8v8": CodecSpec(key_bits=8, value_bits=8),
+}
