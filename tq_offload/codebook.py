@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["CODEBOOK_ID", "MAX_BITS", "MIN_BITS", "RELATIVE_MSE", "levels", "thresholds"]
+__all__ = ["CODEBOOK_ID", "MAX_BITS", "MIN_BITS", "RANGE_FIT", "RELATIVE_MSE", "levels", "thresholds"]
 
 CODEBOOK_ID = "lm-n01-1"
 MIN_BITS, MAX_BITS = 1, 8
@@ -27,6 +27,20 @@ RELATIVE_MSE = {
     6: 0.00064424,
     7: 0.000163478,
     8: 4.11851e-05,
+}
+
+# Range fit: the quantizer of a vector is stretched by `alpha + beta * max |t|`, t its rotated coordinates of unit
+# variance. A vector has few coordinates, so its largest says how far the outer levels must reach. Fitted on KV of
+# SmolLM2 (head_dim 64) and on Gaussian vectors of 128 and 256 elements: at 4 bits 15, 9 and 4 % less squared error.
+RANGE_FIT: dict[int, tuple[float, float]] = {
+    1: (1.0, 0.0),
+    2: (1.0, 0.0),
+    3: (0.467, 0.186),
+    4: (0.139, 0.293),
+    5: (0.501, 0.153),
+    6: (0.414, 0.186),
+    7: (0.46, 0.167),
+    8: (0.505, 0.152),
 }
 
 _POSITIVE_LEVELS: dict[int, tuple[float, ...]] = {

@@ -243,7 +243,7 @@ def _digest(value: bytes) -> bytes:
 
 
 def _params(plan: StreamPlan, group: GroupLayout, spec: CodecSpec) -> VectorParams:
-    return VectorParams(group.dtype, plan.bits, spec.seed, plan.rule, plan.mean, plan.qjl)
+    return VectorParams(group.dtype, plan.bits, spec.seed, plan.rule, plan.mean, plan.fit_range, plan.qjl)
 
 
 def _stream_sections(plan: StreamPlan, frame: Array) -> Sections:

@@ -58,7 +58,7 @@ _MAX_GROUPS = 256
 _MAX_LENGTH = 1 << 40
 _SPEC_KEYS = {
     "kb": "key_bits", "vb": "value_bits", "seed": "seed", "mean": "mean", "kr": "key_rule", "vr": "value_rule",
-    "qjl": "qjl", "first": "protect_first", "last": "protect_last",
+    "fit": "fit_range", "qjl": "qjl", "first": "protect_first", "last": "protect_last",
 }  # fmt: skip
 
 
@@ -80,6 +80,7 @@ class StreamPlan:
     bits: int
     rule: str
     mean: bool
+    fit_range: bool
     qjl: bool
     coded: Stream
     raw: tuple[Stream, ...]
@@ -186,6 +187,7 @@ def _plan_stream(side: str, stream: Stream, group: GroupLayout, spec: CodecSpec,
         bits=bits,
         rule=spec.key_rule if side == "K" else spec.value_rule,
         mean=mean,
+        fit_range=spec.fit_range,
         qjl=qjl,
         coded=coded,
         raw=raw,

@@ -129,7 +129,14 @@ def _capped_bits(x: torch.Tensor) -> Array:
 
 
 def encode_vectors(
-    v: torch.Tensor, mean: torch.Tensor | None, *, bits: int, seed: int, rule: str, qjl: bool = False
+    v: torch.Tensor,
+    mean: torch.Tensor | None,
+    *,
+    bits: int,
+    seed: int,
+    rule: str,
+    fit_range: bool = True,
+    qjl: bool = False,
 ) -> EncodedVectors:
     """Encode vectors (section 5).
 
@@ -139,6 +146,7 @@ def encode_vectors(
         bits: Bits of a code, 1..8.
         seed: Rotation seed, u32.
         rule: `lsq`, `norm` or `unbiased`.
+        fit_range: Stretch the quantizer by the largest coordinate.
         qjl: Also sketch the residual.
     """
     dim = v.shape[-1]
@@ -148,7 +156,12 @@ def encode_vectors(
     inv_dim = float(np.float32(1.0 / dim))
     sigma = torch.sqrt(safe * inv_dim)
     inverse = 1.0 / torch.sqrt(safe) if is_power_of_two(dim) else 1.0 / sigma
-    t = rotate(w, seed) * inverse[:, None]
+    y = rotate(w, seed)
+    if fit_range:
+        alpha, beta = (float(np.float32(v)) for v in codebook.RANGE_FIT[bits])
+        stretch = (y.abs().amax(dim=-1) * inverse) * beta + alpha
+        sigma, inverse = sigma * stretch, inverse / stretch
+    t = y * inverse[:, None]
     t = torch.where(empty[:, None], torch.zeros_like(t), t)
 
     codes = torch.bucketize(t, torch.from_numpy(codebook.thresholds(bits).copy()), right=False)

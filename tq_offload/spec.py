@@ -29,6 +29,7 @@ class CodecSpec:
         mean: Take the chunk's mean off a vector where that shortens it (chunks of 64 tokens and more).
         key_rule: Scale rule of K: `lsq` (least squares), `norm` (norm correction), `unbiased` (inner products).
         value_rule: Scale rule of V.
+        fit_range: Stretch the quantizer of a vector by its largest coordinate (`codebook.RANGE_FIT`).
         qjl: Add a 1-bit sketch of the residual of K (QJL, arXiv 2406.03482).
         protect_first: First layers of a chunk that are stored as they are.
         protect_last: Last layers likewise.
@@ -43,6 +44,7 @@ class CodecSpec:
     mean: bool = True
     key_rule: str = "lsq"
     value_rule: str = "lsq"
+    fit_range: bool = True
     qjl: bool = False
     protect_first: int = 0
     protect_last: int = 0
@@ -53,7 +55,7 @@ class CodecSpec:
         _check_int("seed", self.seed, 0, _MAX_SEED)
         _check_int("protect_first", self.protect_first, 0, _MAX_PROTECTED)
         _check_int("protect_last", self.protect_last, 0, _MAX_PROTECTED)
-        for name in ("mean", "qjl"):
+        for name in ("mean", "fit_range", "qjl"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "true, false")
         for name in ("key_rule", "value_rule"):
@@ -153,6 +155,7 @@ _PARSERS: dict[str, Callable[[str, object], object]] = {
     "mean": _to_bool,
     "key_rule": _to_rule,
     "value_rule": _to_rule,
+    "fit_range": _to_bool,
     "qjl": _to_bool,
     "protect_first": lambda name, value: _to_int(name, value, 0, _MAX_PROTECTED),
     "protect_last": lambda name, value: _to_int(name, value, 0, _MAX_PROTECTED),

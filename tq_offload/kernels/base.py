@@ -29,6 +29,7 @@ class VectorParams:
     seed: int
     rule: str
     mean: bool
+    fit_range: bool
     qjl: bool
 
 

@@ -45,7 +45,13 @@ class ReferenceBackend:
             out.means[...] = to_bf16_bits(per_channel)
             mean = _mean_of_each(per_channel, stream)
         e = encode_vectors(
-            v.reshape(-1, stream.dim), mean, bits=params.bits, seed=params.seed, rule=params.rule, qjl=params.qjl
+            v.reshape(-1, stream.dim),
+            mean,
+            bits=params.bits,
+            seed=params.seed,
+            rule=params.rule,
+            fit_range=params.fit_range,
+            qjl=params.qjl,
         )
         out.scales[...] = e.scales.reshape(out.scales.shape)
         out.codes[...] = e.codes.reshape(out.codes.shape)
