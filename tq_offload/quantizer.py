@@ -52,6 +52,11 @@ def hsum(a: torch.Tensor) -> torch.Tensor:
     return a[..., 0]
 
 
+def _sqrt(x: torch.Tensor) -> torch.Tensor:
+    """Correctly rounded square root; torch's own may be one unit off in the last place (vendor math libraries)."""
+    return torch.from_numpy(np.sqrt(x.numpy()))
+
+
 def chunk_mean(x: torch.Tensor) -> torch.Tensor:
     """Mean over tokens of every channel, rounded to bf16.
 
@@ -154,8 +159,8 @@ def encode_vectors(
     empty = n == 0
     safe = torch.where(empty, torch.ones_like(n), n)
     inv_dim = float(np.float32(1.0 / dim))
-    sigma = torch.sqrt(safe * inv_dim)
-    inverse = 1.0 / torch.sqrt(safe) if is_power_of_two(dim) else 1.0 / sigma
+    sigma = _sqrt(safe * inv_dim)
+    inverse = 1.0 / _sqrt(safe) if is_power_of_two(dim) else 1.0 / sigma
     y = rotate(w, seed)
     if fit_range:
         alpha, beta = (float(np.float32(v)) for v in codebook.RANGE_FIT[bits])
@@ -169,7 +174,7 @@ def encode_vectors(
     if rule == "lsq":
         q = hsum(t * c) / hsum(c * c)
     elif rule == "norm":
-        q = torch.sqrt(hsum(t * t) / hsum(c * c))
+        q = _sqrt(hsum(t * t) / hsum(c * c))
     else:
         q = torch.where(empty, torch.zeros_like(n), hsum(t * t) / hsum(t * c))
     unscale = _power_of_two(k)
@@ -180,7 +185,7 @@ def encode_vectors(
     if not qjl:
         return EncodedVectors(scales, packed, None, None)
     r = t - q[:, None] * c
-    residual = (torch.sqrt(hsum(r * r) * inv_dim) * sigma) * unscale
+    residual = (_sqrt(hsum(r * r) * inv_dim) * sigma) * unscale
     residual = torch.where(empty, torch.zeros_like(n), residual)
     sketch = (rotate(r, seed, stage=2) < 0) & ~empty[:, None]
     return EncodedVectors(
@@ -208,10 +213,10 @@ def decode_vectors(e: EncodedVectors, mean: torch.Tensor | None, *, dim: int, bi
         amount = _from_bf16_bits(e.sketch_scales)[:, None] * _SQRT_HALF_PI
         if power:
             amount = amount * inv_sqrt
+        amount = torch.where(scale > 0, amount / scale, torch.zeros_like(scale))
         bit = np.unpackbits(e.sketch, axis=-1, count=dim, bitorder="little")
         direction = inverse_rotate(torch.from_numpy(1.0 - 2.0 * bit.astype(np.float32)), seed, stage=2)
-        y = scale * y + amount * direction
-        scale = torch.ones_like(scale)
+        y = y + amount * direction
     out = inverse_rotate(y, seed) * (scale * inv_sqrt if power else scale)
     if mean is None:
         return out
