@@ -17,7 +17,7 @@ import torch
 
 from tq_offload import codebook
 from tq_offload.bitpack import pack, unpack
-from tq_offload.rotation import inverse_rotate, is_power_of_two, rotate
+from tq_offload.rotation import SKETCH_STAGE, inverse_rotate, is_power_of_two, rotate
 
 __all__ = ["EncodedVectors", "chunk_mean", "decode_vectors", "encode_vectors", "hsum", "to_bf16_bits"]
 
@@ -187,7 +187,7 @@ def encode_vectors(
     r = t - q[:, None] * c
     residual = (_sqrt(hsum(r * r) * inv_dim) * sigma) * unscale
     residual = torch.where(empty, torch.zeros_like(n), residual)
-    sketch = (rotate(r, seed, stage=2) < 0) & ~empty[:, None]
+    sketch = (rotate(r, seed, stage=SKETCH_STAGE) < 0) & ~empty[:, None]
     return EncodedVectors(
         scales, packed, _capped_bits(residual), np.packbits(sketch.numpy(), axis=-1, bitorder="little")
     )
@@ -215,7 +215,7 @@ def decode_vectors(e: EncodedVectors, mean: torch.Tensor | None, *, dim: int, bi
             amount = amount * inv_sqrt
         amount = torch.where(scale > 0, amount / scale, torch.zeros_like(scale))
         bit = np.unpackbits(e.sketch, axis=-1, count=dim, bitorder="little")
-        direction = inverse_rotate(torch.from_numpy(1.0 - 2.0 * bit.astype(np.float32)), seed, stage=2)
+        direction = inverse_rotate(torch.from_numpy(1.0 - 2.0 * bit.astype(np.float32)), seed, stage=SKETCH_STAGE)
         y = y + amount * direction
     out = inverse_rotate(y, seed) * (scale * inv_sqrt if power else scale)
     if mean is None:

@@ -13,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["block_size", "fwht", "inverse_rotate", "is_power_of_two", "rotate", "signs"]
+__all__ = ["SKETCH_STAGE", "block_size", "fwht", "inverse_rotate", "is_power_of_two", "rotate", "signs"]
+
+SKETCH_STAGE = 4
 
 _MASK = (1 << 64) - 1
 
@@ -31,7 +33,7 @@ def signs(seed: int, stage: int, dim: int) -> npt.NDArray[np.float32]:
 
     Args:
         seed: u32 from the codec spec.
-        stage: 0 and 1 for the rotation, 2 and 3 for the QJL sketch.
+        stage: 0 to 3 for the rotation, 4 to 7 for the QJL sketch.
         dim: Number of elements of a vector.
     """
     base = (seed << 32) + (stage << 16)
@@ -80,7 +82,7 @@ def rotate(x: torch.Tensor, seed: int, stage: int = 0) -> torch.Tensor:
     Args:
         x: f32 [..., D].
         seed: u32 rotation seed.
-        stage: First sign stage: 0 for the codes, 2 for the QJL sketch.
+        stage: First sign stage: 0 for the codes, SKETCH_STAGE for the QJL sketch.
 
     Returns:
         f32 [..., D]. D a power of two: unnormalised, norms grow by sqrt(D). Otherwise orthonormal: two rounds of
@@ -92,8 +94,9 @@ def rotate(x: torch.Tensor, seed: int, stage: int = 0) -> torch.Tensor:
     block, norm = block_size(dim), _block_norm(dim)
     y = x
     for r in (0, 1):
-        y = y * _signs_tensor(seed, stage + r, dim)
+        y = y * _signs_tensor(seed, stage + 2 * r, dim)
         y[..., :block] = fwht(y[..., :block]) * norm
+        y = y * _signs_tensor(seed, stage + 2 * r + 1, dim)
         y[..., dim - block :] = fwht(y[..., dim - block :]) * norm
         if r == 0:
             y = torch.cat((y[..., 0::2], y[..., 1::2]), dim=-1)
@@ -109,8 +112,9 @@ def inverse_rotate(y: torch.Tensor, seed: int, stage: int = 0) -> torch.Tensor:
     x = y.clone()
     for r in (1, 0):
         x[..., dim - block :] = fwht(x[..., dim - block :]) * norm
+        x = x * _signs_tensor(seed, stage + 2 * r + 1, dim)
         x[..., :block] = fwht(x[..., :block]) * norm
-        x = x * _signs_tensor(seed, stage + r, dim)
+        x = x * _signs_tensor(seed, stage + 2 * r, dim)
         if r == 1:
             unshuffled = torch.empty_like(x)
             half = (dim + 1) // 2
