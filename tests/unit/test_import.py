@@ -31,7 +31,9 @@ def test_the_core_imports_neither_optional_packages_nor_kernels(module: str) -> 
 
 
 def probe(module: str) -> tuple[list[str], int]:
-    out = subprocess.run([sys.executable, "-c", PROBE.format(module=module)], capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", PROBE.format(module=module)], capture_output=True, text=True, check=True
+    )
     loaded, threads = json.loads(out.stdout)
     return loaded, threads
 

@@ -1,0 +1,48 @@
+# What CI runs, and nothing else. TQ_PYTHON=/path/to/python uses an environment of your own instead of making .venv.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules
+
+ifdef TQ_PYTHON
+PYTHON := $(TQ_PYTHON)
+READY :=
+else
+PYTHON := .venv/bin/python
+READY := .venv/.stamps/tq-offload
+endif
+BIN := $(dir $(PYTHON))
+SOURCES := $(wildcard tq_offload tests benchmarks scripts tools)
+
+.PHONY: help env demo demo-short test check format clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+env: $(READY) ## Make .venv with torch, vLLM for CPU, LMCache and the tools (about 3 minutes, 3 GB; skipped when it is there)
+
+.venv/.stamps/tq-offload: scripts/setup_env.sh scripts/constraints.txt pyproject.toml
+	scripts/setup_env.sh .venv
+	@touch $@
+
+demo: $(READY) ## Real vLLM and LMCache: bytes on disk and time to first token for naive, fp8 and turboquant (DEMO_ARGS="--restart --json out.json")
+	$(PYTHON) -m benchmarks.demo $(DEMO_ARGS)
+
+demo-short: $(READY) ## The same with naive and turboquant only; what CI runs
+	$(PYTHON) -m benchmarks.demo --short $(DEMO_ARGS)
+
+test: check ## Everything CI tests: `make check`, then pytest (PYTEST_ARGS="-k frame")
+	$(PYTHON) -m pytest $(PYTEST_ARGS)
+
+check: $(READY) ## Lint, format, types, and which module may import which
+	$(BIN)ruff check $(SOURCES)
+	$(BIN)ruff format --check $(SOURCES)
+	$(BIN)mypy
+	$(BIN)lint-imports
+
+format: $(READY) ## Rewrite the sources in the house format
+	$(BIN)ruff check --fix $(SOURCES)
+	$(BIN)ruff format $(SOURCES)
+
+clean: ## Remove caches, build products and what the demo left (keeps .venv and the downloaded model)
+	rm -rf build dist *.egg-info .demo .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find tq_offload tests benchmarks scripts tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,1 @@
+"""Real deployments of vLLM and LMCache, and what is measured on them."""

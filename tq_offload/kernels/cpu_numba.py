@@ -1,0 +1,205 @@
+"""The CPU backend: numba kernels, explicit SIMD where it pays, else generic loops. The GIL is released for a stream.
+
+numba is imported and kernels are compiled when a stream is first coded, not on import. Compiled kernels are kept on
+disk (NUMBA_CACHE_DIR, else beside the sources, else the user's cache folder; in memory only if none is writable).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from tq_offload import codebook, rotation
+from tq_offload.errors import LayoutError, NonFiniteError
+from tq_offload.kernels.base import Array, Sections, Stream, VectorParams
+
+__all__ = ["NumbaBackend"]
+
+SIMD_DIMS = (16, 32, 64, 128, 256, 512)
+SIMD_BITS = (1, 2, 3, 4, 8)  # the kernels do 5 to 7 as well; rarely used, they are not worth the compile time
+_REFUSED = "NaN or Inf in the KV chunk"
+
+
+class NumbaBackend:
+    """`Backend` on the CPU, one thread a call; thread-safe.
+
+    Args:
+        simd: Use the explicit SIMD kernels for the dims and bits that they cover.
+        permute: Let these use the CPU's table permute; False: the portable select tree. Same bytes either way.
+
+    Raises:
+        ImportError: numba is not installed.
+    """
+
+    name = "numba"
+
+    def __init__(self, *, simd: bool = True, permute: bool = True) -> None:
+        if importlib.util.find_spec("numba") is None:
+            raise ImportError("numba is not installed")
+        self._simd = simd
+        self._permute = permute
+
+    def encode(self, src: Array, stream: Stream, params: VectorParams, out: Sections) -> None:
+        """See `Backend.encode`."""
+        if not stream.planes * stream.tokens * stream.vectors:
+            return
+        from tq_offload.kernels import stream_loops as loops
+        from tq_offload.kernels.simd.config import FORMATS, KernelConfig
+
+        _check(src, stream, params, out)
+        grid, coding, fmt = _grid(src, stream), _coding(params, out), FORMATS[params.dtype]
+        if self._covers(stream, params):
+            from tq_offload.kernels.simd.driver import simd_encode_stream
+
+            config = self._config(stream, params, lsq=params.rule == "lsq")
+            stage = fmt if config.staged else None
+            left = np.zeros(out.scales.size, np.uint8)
+            if not simd_encode_stream(config, grid, stage, coding, _simd_tables(params, stream.dim), _address(left)):
+                return
+            coding = coding._replace(only=_address(left))
+        elif coding.means:
+            loops.mean_stream(KernelConfig(), grid, fmt, coding.means)
+        sketch, tables = _sketch(params, out), _tables(params, stream.dim)
+        if not loops.encode_stream(KernelConfig(), grid, fmt, coding, sketch, tables):
+            raise NonFiniteError(_REFUSED)
+
+    def decode(self, dst: Array, stream: Stream, params: VectorParams, sections: Sections) -> None:
+        """See `Backend.decode`."""
+        if not stream.planes * stream.tokens * stream.vectors:
+            return
+        from tq_offload.kernels import stream_loops as loops
+        from tq_offload.kernels.simd.config import FORMATS, KernelConfig
+
+        _check(dst, stream, params, sections)
+        if not dst.flags.writeable:
+            raise LayoutError("the destination is read-only")
+        grid, coding, fmt = _grid(dst, stream), _coding(params, sections), FORMATS[params.dtype]
+        if self._covers(stream, params):
+            from tq_offload.kernels.simd.driver import simd_decode_stream
+
+            config = self._config(stream, params, lsq=False)
+            stage = fmt if config.staged else None
+            left = np.zeros(sections.scales.size, np.uint8)
+            if not simd_decode_stream(
+                config, grid, stage, coding, _simd_tables(params, stream.dim, decoding=True), _address(left)
+            ):
+                return
+            coding = coding._replace(only=_address(left))
+        sketch, tables = _sketch(params, sections), _tables(params, stream.dim)
+        loops.decode_stream(KernelConfig(), grid, fmt, coding, sketch, tables)
+
+    def _covers(self, stream: Stream, params: VectorParams) -> bool:
+        return self._simd and not params.qjl and stream.dim in SIMD_DIMS and params.bits in SIMD_BITS
+
+    def _config(self, stream: Stream, params: VectorParams, *, lsq: bool) -> Any:
+        from tq_offload.kernels.simd.config import KernelConfig
+
+        return KernelConfig(stream.dim, params.bits, params.dtype != "bfloat16", lsq, self._permute)
+
+
+@cache
+def _signs(seed: int, dim: int) -> Array:
+    """Signs of all stages, f32 [8, D]."""
+    return np.stack([rotation.signs(seed, stage, dim) for stage in range(2 * rotation.SKETCH_STAGE)])
+
+
+@cache
+def _sign_bits(seed: int, dim: int) -> Array:
+    """Sign bits of stage 0 as u32 [D], paired (see `SimdTables`)."""
+    bits = rotation.signs(seed, 0, dim).view(np.uint32) & np.uint32(0x80000000)
+    return np.ascontiguousarray(bits.reshape(-1, 8, 2).swapaxes(1, 2)).reshape(-1)
+
+
+def _tables(params: VectorParams, dim: int) -> Any:
+    from tq_offload.kernels.stream_loops import Tables
+
+    levels, thresholds = codebook.levels(params.bits), codebook.thresholds(params.bits)
+    return Tables(_address(_signs(params.seed, dim)), _address(levels), _address(thresholds))
+
+
+def _simd_tables(params: VectorParams, dim: int, *, decoding: bool = False) -> Any:
+    from tq_offload.kernels.simd.cells import cells
+    from tq_offload.kernels.simd.driver import SimdTables
+
+    table = cells(params.bits)
+    levels = codebook.levels(params.bits)
+    positive = 0 if decoding else 4 << (params.bits - 1)  # bytes to the first positive level
+    signs = _sign_bits(params.seed, dim)
+    return SimdTables(_address(signs), _address(table.thresholds), _address(table.base), _address(levels) + positive)
+
+
+def _address(array: Array | None) -> int:
+    """Address of the first element; 0 for None."""
+    return 0 if array is None else int(array.__array_interface__["data"][0])
+
+
+def _grid(flat: Array, stream: Stream) -> Any:
+    from tq_offload.kernels.stream_loops import Grid
+
+    size = flat.itemsize
+    return Grid(
+        _address(flat) + stream.offset * size,
+        stream.planes,
+        stream.tokens,
+        stream.vectors,
+        stream.dim,
+        stream.plane_stride * size,
+        stream.token_stride * size,
+        stream.vector_stride * size,
+    )
+
+
+def _coding(params: VectorParams, sections: Sections, only: Array | None = None) -> Any:
+    from tq_offload.kernels.stream_loops import RULES, Coding
+
+    alpha, beta = codebook.RANGE_FIT[params.bits] if params.fit_range else (1.0, 0.0)
+    means = sections.means if params.mean else None
+    return Coding(
+        params.bits,
+        RULES.index(params.rule),
+        _address(means),
+        _address(sections.scales),
+        _address(sections.codes),
+        _address(only),
+        np.float32(alpha),
+        np.float32(beta),
+    )
+
+
+def _sketch(params: VectorParams, sections: Sections) -> Any:
+    from tq_offload.kernels.stream_loops import Sketch
+
+    return Sketch(_address(sections.sketch_scales), _address(sections.sketch)) if params.qjl else None
+
+
+_ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+
+def _check(flat: Array, stream: Stream, params: VectorParams, sections: Sections) -> None:
+    """Kernels work on bare addresses: nothing that could leave a buffer gets past here.
+
+    Raises:
+        LayoutError: A stream that leaves its buffer, or sections of another shape, dtype or layout.
+    """
+    P, T, J, D = stream.planes, stream.tokens, stream.vectors, stream.dim
+    strides = (stream.plane_stride, stream.token_stride, stream.vector_stride)
+    last = stream.offset + sum((n - 1) * s for n, s in zip((P, T, J), strides, strict=True)) + D
+    if min(P, T, J, D, stream.offset + 1) < 1 or min(strides) < 0 or last > flat.size:
+        raise LayoutError(f"{stream} leaves its buffer of {flat.size} elements")
+    if flat.ndim != 1 or not flat.flags.c_contiguous or flat.itemsize != _ITEM_SIZES.get(params.dtype):
+        raise LayoutError(f"the buffer must be 1-D, contiguous and of the item size of {params.dtype}")
+    wanted: list[tuple[str, Any, tuple[int, ...]]] = [
+        ("scales", np.uint16, (P, T, J)),
+        ("codes", np.uint8, (P, T, J, (D * params.bits + 7) // 8)),
+    ]
+    if params.mean:
+        wanted.append(("means", np.uint16, (P, J, D)))
+    if params.qjl:
+        wanted += [("sketch_scales", np.uint16, (P, T, J)), ("sketch", np.uint8, (P, T, J, (D + 7) // 8))]
+    for name, dtype, shape in wanted:
+        section = getattr(sections, name)
+        if section is None or section.shape != shape or section.dtype != dtype or not section.flags.c_contiguous:
+            raise LayoutError(f"section {name} must be contiguous {np.dtype(dtype)} of shape {shape}")

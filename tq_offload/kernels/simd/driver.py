@@ -1,0 +1,185 @@
+"""The loops over a stream around the SIMD kernels. A vector that these do not cover is marked in a mask and left."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tq_offload.kernels.simd.config import Format
+from tq_offload.kernels.simd.decode import decode_vector
+from tq_offload.kernels.simd.encode import add_elements, quantise, rotate, squared_norms
+from tq_offload.kernels.simd.jit import jit, kernel
+from tq_offload.kernels.simd.memory import get, get_u16, put, put_u8, put_u16
+from tq_offload.kernels.stream_loops import LSQ, NORM, address, address_of, in_range, mean_bits
+from tq_offload.kernels.vector_loops import ONE, ZERO, from_bf16, load_vector, store_vector, to_bf16
+
+__all__ = ["SimdTables", "simd_decode_stream", "simd_encode_stream"]
+
+BATCH = 8  # vectors that go through a pass before the next pass starts
+TOP = np.uint16(0x5D80)  # bf16 2**60: beyond, a decoded element might need a clamp
+
+
+class SimdTables(NamedTuple):
+    """Addresses of the sign bits u32 [D], paired; thresholds f32 [n] and base i32 [n] of `cells`; and levels, f32:
+    all of them to decode, the positive ones to encode. "Paired": of every sixteen elements first the even, then the
+    odd ones.
+    """
+
+    signs: int
+    inside: int
+    base: int
+    levels: int
+
+
+@jit
+def paired_index(i: Any) -> Any:
+    """Where element i sits when of every sixteen the even ones come first."""
+    return (i & ~15) | ((i & 1) << 3) | ((i & 15) >> 1)
+
+
+@jit
+def load_means(means: Any, p: Any, size: Any, out: Any) -> None:
+    """bf16 means of plane p, [J*D], to f32, paired."""
+    for i in range(size):
+        put(out, paired_index(i), from_bf16(get_u16(means, p * size + i)))
+
+
+@kernel
+def simd_decode_stream(
+    config: Any, grid: Any, fmt: Format | None, coding: Any, tables: SimdTables, left: int
+) -> int:
+    """Decode a stream in place.
+
+    Args:
+        config: `KernelConfig`.
+        grid: `Grid`.
+        fmt: How elements that are not bfloat16 are converted (`config.staged`); None for bfloat16.
+        coding: `Coding`.
+        tables: Signs and levels.
+        left: Address of u8 [P*T*J], zeros; 1 is written for a vector that is left to the generic loops.
+
+    Returns:
+        Number of vectors left.
+    """
+    size, count = grid.vectors * grid.dim, 0
+    space = np.full(size + 2 * grid.dim, np.float32(-0.0), np.float32)
+    mean = address(space)
+    none = mean + 4 * size  # the row of the vectors without a mean
+    stage = none + 4 * grid.dim
+    width = (grid.dim * coding.bits) // 8
+    inverse_sqrt = np.float32(1.0 / math.sqrt(grid.dim))
+    for p in range(grid.planes):
+        if coding.means:
+            load_means(coding.means, p, size, mean)
+        for t in range(grid.tokens):
+            for j in range(grid.vectors):
+                index = (p * grid.tokens + t) * grid.vectors + j
+                bits = get_u16(coding.scales, index)
+                magnitude = bits & np.uint16(0x7FFF)
+                if magnitude >= TOP:
+                    put_u8(left, index, np.uint8(1))
+                    count += 1
+                    continue
+                at = grid.address + p * grid.plane_stride + t * grid.token_stride + j * grid.vector_stride
+                decode_vector(
+                    config,
+                    coding.codes + index * width,
+                    from_bf16(magnitude) * inverse_sqrt,
+                    none if bits == magnitude or not coding.means else mean + 4 * j * grid.dim,
+                    tables.signs,
+                    tables.levels,
+                    at if fmt is None else stage,
+                )
+                if fmt is not None:
+                    store_vector(stage, fmt, grid.dim, at)
+    return count
+
+
+@jit
+def elements(grid: Any, fmt: Any, p: Any, i: Any, stage: Any) -> Any:
+    """Address of the elements of a vector as the kernels want them: in place, or converted to f32 at `stage`."""
+    at = address_of(grid, p, i)
+    if fmt is None:
+        return at
+    load_vector(at, fmt, grid.dim, stage)
+    return stage
+
+
+@jit
+def scale_bits(rule: Any, sums: Any, sigma: Any, flag: Any) -> Any:
+    """Steps 6 and 7: the scale, with the flag that the mean was taken off."""
+    tc, cc, tt = get(sums, 0), get(sums, 1), get(sums, 2)
+    if rule == LSQ:
+        q = tc / cc
+    elif rule == NORM:
+        q = math.sqrt(tt / cc)
+    else:
+        q = tt / tc
+    return np.uint16(to_bf16(q * sigma) | np.uint16(32768 if flag else 0))
+
+
+@jit
+def plane_means(config: Any, grid: Any, fmt: Any, means: Any, p: Any, sums: Any, stage: Any) -> None:
+    """Means of plane p: bf16 to their section, and f32 [J*D], paired, to `sums`."""
+    size = grid.vectors * grid.dim
+    for i in range(size):
+        put(sums, i, ZERO)
+    for i in range(grid.tokens * grid.vectors):
+        add_elements(config, elements(grid, fmt, p, i, stage), sums + 4 * grid.dim * (i % grid.vectors))
+    count = np.float32(1.0 / grid.tokens)
+    for i in range(size):
+        put_u16(means, p * size + i, mean_bits(get(sums, paired_index(i)) * count))
+    load_means(means, p, size, sums)
+
+
+@kernel
+def simd_encode_stream(
+    config: Any, grid: Any, fmt: Format | None, coding: Any, tables: SimdTables, left: int
+) -> int:
+    """Encode a stream: means and vectors. Arguments as for `simd_decode_stream`.
+
+    Returns:
+        Number of vectors left: those that need rescaling, and those with NaN or Inf.
+    """
+    size, dim, count = grid.vectors * grid.dim, grid.dim, 0
+    vectors, width = grid.tokens * grid.vectors, (grid.dim * coding.bits) // 8
+    space = np.zeros(size + dim + BATCH * (2 * dim + 7), np.float32)
+    mean = address(space)
+    none = mean + 4 * size  # the row of the vectors without a mean
+    y = none + 4 * dim
+    stage = y + 4 * BATCH * dim
+    norms = stage + 4 * BATCH * dim
+    sums, inverses, sigmas = norms + 8 * BATCH, norms + 20 * BATCH, norms + 24 * BATCH
+    for p in range(grid.planes):
+        if coding.means:
+            plane_means(config, grid, fmt, coding.means, p, mean, stage)
+        for start in range(0, vectors, BATCH):
+            many, first = min(BATCH, vectors - start), p * vectors + start
+            for b in range(many):
+                row = mean + 4 * dim * ((start + b) % grid.vectors)
+                at = elements(grid, fmt, p, start + b, stage + 4 * dim * b)
+                squared_norms(config, at, row, norms + 8 * b)
+            for b in range(many):
+                nv, nu = get(norms, 2 * b), get(norms, 2 * b + 1)
+                if not (in_range(nv) and in_range(nu)):
+                    put_u8(left, first + b, np.uint8(1))
+                    count += 1
+                row = mean + 4 * dim * ((start + b) % grid.vectors) if nu < nv else none
+                at = address_of(grid, p, start + b) if fmt is None else stage + 4 * dim * b
+                put(inverses, b, rotate(config, at, row, tables.signs, y + 4 * dim * b))
+            for b in range(many):
+                n = min(get(norms, 2 * b), get(norms, 2 * b + 1))
+                inverse = ONE / math.sqrt(n)
+                stretch = (get(inverses, b) * inverse) * coding.beta + coding.alpha
+                put(sigmas, b, math.sqrt(n * np.float32(1.0 / dim)) * stretch)
+                put(inverses, b, inverse / stretch)
+            for b in range(many):
+                inside, base, levels = tables.inside, tables.base, tables.levels
+                at = coding.codes + (first + b) * width
+                quantise(config, y + 4 * dim * b, get(inverses, b), inside, base, levels, at, sums + 12 * b)
+            for b in range(many):
+                flag = get(norms, 2 * b + 1) < get(norms, 2 * b)
+                put_u16(coding.scales, first + b, scale_bits(coding.rule, sums + 12 * b, get(sigmas, b), flag))
+    return count

@@ -1,0 +1,118 @@
+"""Intrinsics of the loops: memory by address at any alignment, bit casts, and steps of sums and of the transform.
+
+Addresses instead of arrays: alignment and read-only flags then make no further compiled versions, and numba has far
+less to compile. `cpu_numba` checks the sizes of all buffers before it hands out an address.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba.core import types
+from numba.extending import intrinsic
+
+from tq_offload.kernels.simd.vector import F32, FV, I8, I16, I32, I64, Lanes
+
+__all__ = [
+    "add8", "bits_of", "butterfly8", "butterfly_lanes", "f32_of", "get", "get_u8", "get_u16", "get_u32", "put",
+    "put_u8", "put_u16", "put_u32",
+]  # fmt: skip
+
+
+def _element(builder: Any, address: Any, index: Any, size: int) -> Any:
+    return builder.add(address, builder.mul(index, I64(size)))
+
+
+def _getter(llvm_type: Any, numba_type: Any, size: int) -> Any:
+    """(address, i) -> item i of an array at the address."""
+
+    def typing(_context: Any, _address: Any, _index: Any) -> Any:
+        def codegen(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+            return Lanes(context, builder, permute=False).load(_element(builder, *args, size), 0, llvm_type)
+
+        return numba_type(types.int64, types.int64), codegen
+
+    return intrinsic(typing)
+
+
+def _putter(numba_type: Any, size: int) -> Any:
+    """(address, i, value): set item i of an array at the address."""
+
+    def typing(_context: Any, _address: Any, _index: Any, _value: Any) -> Any:
+        def codegen(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+            at = _element(builder, args[0], args[1], size)
+            Lanes(context, builder, permute=False).store(args[2], at, 0)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, numba_type), codegen
+
+    return intrinsic(typing)
+
+
+get, put = _getter(F32, types.float32, 4), _putter(types.float32, 4)
+get_u8, put_u8 = _getter(I8, types.uint8, 1), _putter(types.uint8, 1)
+get_u16, put_u16 = _getter(I16, types.uint16, 2), _putter(types.uint16, 2)
+get_u32, put_u32 = _getter(I32, types.uint32, 4), _putter(types.uint32, 4)
+
+
+@intrinsic  # type: ignore[misc]
+def f32_of(_context: Any, _bits: Any) -> Any:
+    """F32 of its bits, u32."""
+
+    def codegen(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], F32)
+
+    return types.float32(types.uint32), codegen
+
+
+@intrinsic  # type: ignore[misc]
+def bits_of(_context: Any, _value: Any) -> Any:
+    """Bits of an f32, as u32."""
+
+    def codegen(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], I32)
+
+    return types.uint32(types.float32), codegen
+
+
+@intrinsic  # type: ignore[misc]
+def butterfly_lanes(_context: Any, _address: Any) -> Any:
+    """Strides 1, 2 and 4 of the transform on eight f32 at an address, in place."""
+
+    def codegen(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        v = Lanes(context, builder, permute=False)
+        x = v.load(args[0], 0, FV)
+        for h in (1, 2, 4):
+            partner = v.shuffle(x, x, [i ^ h for i in range(8)])
+            negated = v.as_float(builder.xor(v.as_int(x), v.i([-(2**31) if i & h else 0 for i in range(8)])))
+            x = builder.fadd(partner, negated)
+        v.store(x, args[0], 0)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic  # type: ignore[misc]
+def butterfly8(_context: Any, _first: Any, _second: Any) -> Any:
+    """(a, b) = (a + b, a - b) on eight f32 at each of two addresses, in place."""
+
+    def codegen(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        v = Lanes(context, builder, permute=False)
+        a, b = v.load(args[0], 0, FV), v.load(args[1], 0, FV)
+        v.store(builder.fadd(a, b), args[0], 0)
+        v.store(builder.fsub(a, b), args[1], 0)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[misc]
+def add8(_context: Any, _first: Any, _second: Any) -> Any:
+    """a += b on eight f32 at each of two addresses."""
+
+    def codegen(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        v = Lanes(context, builder, permute=False)
+        v.store(builder.fadd(v.load(args[0], 0, FV), v.load(args[1], 0, FV)), args[0], 0)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen

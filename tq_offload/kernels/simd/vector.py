@@ -1,0 +1,163 @@
+"""A thin builder of LLVM IR on registers of eight 32-bit lanes.
+
+Eight lanes are one AVX2 register; LLVM splits them for SSE2 and NEON. No fast-math flags are ever set, so the order
+of operations written here is the order in which they are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+
+__all__ = ["F32", "FV", "I16", "I32", "I64", "I8", "IV", "LANES", "Lanes", "gather", "halving_tree"]
+
+LANES = 8
+F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+FV, IV = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+
+
+def halving_tree(leaf: Callable[[int], list[Any]], add: Callable[[Any, Any], Any], n: int) -> list[Any]:
+    """Sum of leaf(0..n-1) in the order of `hsum` (docs/wire-format.md, section 4), n a power of two.
+
+    `leaf` returns several values that are summed apart. Depth first, so that only log2(n) partial sums are alive.
+    """
+
+    def total(i: int, step: int) -> list[Any]:
+        if step == n:
+            return leaf(i)
+        return [add(a, b) for a, b in zip(total(i, 2 * step), total(i + step, 2 * step), strict=True)]
+
+    return total(0, 1)
+
+
+class Lanes:
+    """Emits operations on eight lanes through an `ir.IRBuilder`.
+
+    Args:
+        context: numba's target context.
+        builder: The builder; `self.b` for everything that needs no help.
+        permute: Use the CPU's table permute where it has one.
+    """
+
+    def __init__(self, context: Any, builder: Any, permute: bool) -> None:
+        self.b = builder
+        self._avx2 = permute and "+avx2" in context.codegen().magic_tuple()[2].split(",")
+
+    @staticmethod
+    def f(value: float | Sequence[float]) -> Any:
+        """f32 constant in all lanes, or one constant for each lane."""
+        values = [float(value)] * LANES if isinstance(value, (int, float)) else [float(v) for v in value]
+        return ir.Constant(FV, [ir.Constant(F32, v) for v in values])
+
+    @staticmethod
+    def i(value: int | Sequence[int]) -> Any:
+        """i32 constant in all lanes, or one constant for each lane."""
+        values = [value] * LANES if isinstance(value, int) else list(value)
+        return ir.Constant(IV, [ir.Constant(I32, v & 0xFFFFFFFF) for v in values])
+
+    def as_int(self, x: Any) -> Any:
+        """Bits of f32 lanes."""
+        return self.b.bitcast(x, IV)
+
+    def as_float(self, x: Any) -> Any:
+        """f32 lanes of bits."""
+        return self.b.bitcast(x, FV)
+
+    def broadcast(self, scalar: Any) -> Any:
+        """A scalar in all lanes."""
+        vector = ir.VectorType(scalar.type, LANES)
+        one = self.b.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(I32, 0))
+        return self.shuffle(one, one, [0] * LANES)
+
+    def pointer(self, address: Any, offset: int, typ: Any) -> Any:
+        """Pointer to `typ` at `address + offset` bytes."""
+        if not isinstance(address.type, ir.IntType):
+            raise TypeError("addresses are integers")
+        return self.b.inttoptr(self.b.add(address, ir.Constant(I64, offset)), typ.as_pointer())
+
+    def load(self, address: Any, offset: int, typ: Any) -> Any:
+        """Load from any alignment."""
+        value = self.b.load(self.pointer(address, offset, typ))
+        value.align = 1
+        return value
+
+    def store(self, value: Any, address: Any, offset: int) -> None:
+        """Store to any alignment."""
+        self.b.store(value, self.pointer(address, offset, value.type)).align = 1
+
+    def shuffle(self, a: Any, b: Any, mask: Sequence[int]) -> Any:
+        """`shufflevector`: lanes of a, then of b."""
+        typ = ir.VectorType(I32, len(mask))
+        return self.b.shuffle_vector(a, b, ir.Constant(typ, [ir.Constant(I32, i) for i in mask]))
+
+    def lane_mask(self, condition: Any) -> Any:
+        """All bits set in the lanes where the condition holds."""
+        return self.b.sext(condition, IV)
+
+    def lookup8(self, table: Sequence[float], index: Any) -> Any:
+        """table[index & 7] in every lane, f32; the table has eight entries."""
+        if self._avx2:
+            fn = self._intrinsic("llvm.x86.avx2.permps", FV, [FV, IV])
+            return self.b.call(fn, [self.f(table), index])
+        return self._select_tree([self.f(v) for v in table], index)
+
+    def lookup8_int(self, table: Sequence[int], index: Any) -> Any:
+        """table[index & 7] in every lane, i32."""
+        if self._avx2:
+            fn = self._intrinsic("llvm.x86.avx2.permd", IV, [IV, IV])
+            return self.b.call(fn, [self.i(table), index])
+        return self._select_tree([self.i(v) for v in table], index)
+
+    def _select_tree(self, entries: list[Any], index: Any) -> Any:
+        for bit in range(3):
+            chosen = self.b.icmp_unsigned("!=", self.b.and_(index, self.i(1 << bit)), self.i(0))
+            entries = [
+                low if low == high else self.b.select(chosen, high, low)
+                for low, high in zip(entries[0::2], entries[1::2], strict=True)
+            ]
+        return entries[0]
+
+    def _intrinsic(self, name: str, result: Any, args: list[Any]) -> Any:
+        module = self.b.module
+        return module.globals.get(name) or ir.Function(module, ir.FunctionType(result, args), name)
+
+    def absolute(self, x: Any) -> Any:
+        """|x|."""
+        return self.as_float(self.b.and_(self.as_int(x), self.i(0x7FFFFFFF)))
+
+    def maximum(self, a: Any, b: Any) -> Any:
+        """The larger of two f32 in every lane."""
+        return self.b.select(self.b.fcmp_ordered(">", a, b), a, b)
+
+    def minimum_int(self, a: Any, limit: int) -> Any:
+        """min(a, limit) of i32 lanes, unsigned."""
+        return self.b.select(self.b.icmp_unsigned("<", a, self.i(limit)), a, self.i(limit))
+
+    def horizontal_sums(self, a: Any, b: Any) -> tuple[Any, Any]:
+        """Sums of the lanes of a and of b by halving, as scalars."""
+        x = self.b.fadd(self.shuffle(a, b, [0, 1, 2, 3, 8, 9, 10, 11]), self.shuffle(a, b, [4, 5, 6, 7, 12, 13, 14, 15]))
+        for step in (2, 1):
+            x = self.b.fadd(x, self.shuffle(x, x, [(i + step) & 3 | i & 4 for i in range(LANES)]))
+        return self.lane(x, 0), self.lane(x, 4)
+
+    def horizontal_maximum(self, x: Any) -> Any:
+        """The largest lane, as a scalar."""
+        for step in (4, 2, 1):
+            x = self.maximum(x, self.shuffle(x, x, [i ^ step for i in range(LANES)]))
+        return self.lane(x, 0)
+
+    def lane(self, x: Any, i: int) -> Any:
+        """One lane as a scalar."""
+        return self.b.extract_element(x, ir.Constant(I32, i))
+
+
+def gather(v: Lanes, table: Any, index: Any) -> Any:
+    """f32 table[index] in every lane, from memory."""
+    out = ir.Constant(FV, ir.Undefined)
+    for lane in range(LANES):
+        i = v.b.zext(v.lane(index, lane), I64)
+        at = v.b.add(table, v.b.shl(i, ir.Constant(I64, 2)))
+        out = v.b.insert_element(out, v.load(at, 0, F32), ir.Constant(I32, lane))
+    return out

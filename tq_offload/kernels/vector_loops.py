@@ -1,0 +1,261 @@
+"""Steps of the generic CPU loops on one vector: every dim, bits and dtype of the format, chosen at run time.
+
+Operation by operation docs/wire-format.md, sections 3 to 6, in f32 and without fast-math. Vectors are addresses of f32
+[D] unless said otherwise (see `simd.memory`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from tq_offload.kernels.simd.config import Format
+from tq_offload.kernels.simd.elements import narrow16, widen16
+from tq_offload.kernels.simd.jit import jit
+from tq_offload.kernels.simd.memory import (
+    add8,
+    bits_of,
+    butterfly8,
+    butterfly_lanes,
+    f32_of,
+    get,
+    get_u8,
+    get_u16,
+    get_u32,
+    put,
+    put_u8,
+    put_u16,
+    put_u32,
+)
+
+BF16_TOP = np.float32(3.3895313892515355e38)
+ZERO, ONE = np.float32(0), np.float32(1)
+NOT_FINITE, ALL_ZERO = -2000, -1000
+
+
+@jit
+def load_vector(address: Any, fmt: Format, dim: Any, out: Any) -> None:
+    """Convert the elements at an address to f32; what is not finite stays so."""
+    whole = dim & ~15
+    for i in range(0, whole, 16):
+        widen16(address + fmt.itemsize * i, fmt.kind, out + 4 * i)
+    top_bit = np.uint32(8 * fmt.itemsize - 1)
+    below = np.uint32((1 << top_bit) - 1)
+    for i in range(whole, dim):
+        if fmt.itemsize == 2:
+            raw = np.uint32(get_u16(address, i))
+        elif fmt.itemsize == 4:
+            raw = get_u32(address, i)
+        else:
+            raw = np.uint32(get_u8(address, i))
+        magnitude = np.uint32(raw & below)
+        value = f32_of(np.uint32(magnitude << np.uint32(fmt.shift))) * fmt.rescale
+        if magnitude >= fmt.limit:
+            value = np.float32(np.nan)
+        put(out, i, -value if raw >> top_bit else value)
+
+
+@jit
+def round_shift(x: Any, shift: Any) -> Any:
+    """x >> shift, rounded to nearest even; u32, shift > 0."""
+    odd = (x >> np.uint32(shift)) & np.uint32(1)
+    return np.uint32((x + np.uint32((1 << (shift - 1)) - 1) + odd) >> np.uint32(shift))
+
+
+@jit
+def store_vector(values: Any, fmt: Format, dim: Any, address: Any) -> None:
+    """Clamp to the finite range of the element type, round to nearest even and store."""
+    whole = dim & ~15
+    for i in range(0, whole, 16):
+        narrow16(values + 4 * i, fmt.kind, address + fmt.itemsize * i)
+    for i in range(whole, dim):
+        x = get(values, i)
+        sign = bits_of(x) >> np.uint32(31)
+        x = min(abs(x), fmt.top)
+        if fmt.itemsize == 4:
+            put(address, i, -x if sign else x)
+            continue
+        if x < fmt.min_normal and fmt.rounder:  # subnormal: adding a power of two rounds at the right bit
+            code = np.uint32(bits_of(x + fmt.rounder) - bits_of(fmt.rounder))
+        else:
+            code = round_shift(bits_of(x * (ONE / fmt.rescale)), fmt.shift)
+        if fmt.itemsize == 2:
+            put_u16(address, i, np.uint16(code | (sign << np.uint32(15))))
+        else:
+            put_u8(address, i, np.uint8(code | (sign << np.uint32(7))))
+
+
+@jit
+def to_bf16(x: Any) -> Any:
+    """Bits of a non-negative f32 rounded to bf16, at most the largest finite one; u16."""
+    return np.uint16(round_shift(bits_of(min(x, BF16_TOP)), 16))
+
+
+@jit
+def from_bf16(bits: Any) -> Any:
+    """F32 of bf16 bits."""
+    return f32_of(np.uint32(np.uint32(bits) << np.uint32(16)))
+
+
+@jit
+def dot(a: Any, b: Any, dim: Any, work: Any) -> Any:
+    """hsum(a*b); `work` is f32 of the next power of two, at least 8."""
+    for i in range(dim):
+        put(work, i, get(a, i) * get(b, i))
+    n = 1
+    while n < dim:
+        n *= 2
+    for i in range(dim, n):
+        put(work, i, ZERO)
+    while n > 1:
+        n >>= 1
+        if n >= 8:
+            for i in range(0, n, 8):
+                add8(work + 4 * i, work + 4 * (i + n))
+        else:
+            for i in range(n):
+                put(work, i, get(work, i) + get(work, i + n))
+    return get(work, 0)
+
+
+@jit
+def fwht(a: Any, size: Any, norm: Any) -> None:
+    """Transform of f32 [size] in place, strides 1, 2, 4, up to size/2, times `norm`."""
+    h = 1
+    if size >= 8:
+        for i in range(0, size, 8):
+            butterfly_lanes(a + 4 * i)
+        h = 8
+    while h < size:
+        for i in range(0, size, 2 * h):
+            if h >= 8:
+                for k in range(i, i + h, 8):
+                    butterfly8(a + 4 * k, a + 4 * (k + h))
+            else:
+                for k in range(i, i + h):
+                    x, y = get(a, k), get(a, k + h)
+                    put(a, k, x + y)
+                    put(a, k + h, x - y)
+        h *= 2
+    if norm != ONE:
+        for i in range(size):
+            put(a, i, get(a, i) * norm)
+
+
+@jit
+def flip_signs(a: Any, signs: Any, dim: Any) -> None:
+    """a *= signs."""
+    for i in range(dim):
+        put(a, i, get(a, i) * get(signs, i))
+
+
+@jit
+def block_of(dim: Any) -> Any:
+    """Largest power of two that is not above `dim`."""
+    block = 1
+    while 2 * block <= dim:
+        block *= 2
+    return block
+
+
+@jit
+def rotate(w: Any, signs: Any, dim: Any, work: Any) -> None:
+    """Rotation in place. signs: f32 [4, D], the stages; work: f32 [D]."""
+    block = block_of(dim)
+    if block == dim:
+        flip_signs(w, signs, dim)
+        fwht(w, dim, ONE)
+        return
+    norm, half = np.float32(1.0 / math.sqrt(block)), (dim + 1) // 2
+    for r in range(2):
+        flip_signs(w, signs + 8 * r * dim, dim)
+        fwht(w, block, norm)
+        flip_signs(w, signs + (8 * r + 4) * dim, dim)
+        fwht(w + 4 * (dim - block), block, norm)
+        if r == 0:
+            for i in range(dim):
+                put(work, i, get(w, i))
+            for i in range(dim):
+                put(w, i // 2 + half * (i & 1), get(work, i))
+
+
+@jit
+def inverse_rotate(y: Any, signs: Any, dim: Any, work: Any) -> None:
+    """Undo `rotate` in place; for D a power of two without the division by D."""
+    block = block_of(dim)
+    if block == dim:
+        fwht(y, dim, ONE)
+        flip_signs(y, signs, dim)
+        return
+    norm, half = np.float32(1.0 / math.sqrt(block)), (dim + 1) // 2
+    for r in range(1, -1, -1):
+        fwht(y + 4 * (dim - block), block, norm)
+        flip_signs(y, signs + (8 * r + 4) * dim, dim)
+        fwht(y, block, norm)
+        flip_signs(y, signs + 8 * r * dim, dim)
+        if r == 1:
+            for i in range(dim):
+                put(work, i, get(y, i))
+            for i in range(dim):
+                put(y, i, get(work, i // 2 + half * (i & 1)))
+
+
+@jit
+def pack(codes: Any, bits: Any, dim: Any, address: Any) -> None:
+    """Pack codes, u8 [D], least significant bit first."""
+    held, count, n = np.uint32(0), 0, 0
+    for i in range(dim):
+        held |= np.uint32(get_u8(codes, i)) << np.uint32(count)
+        count += bits
+        if count >= 8:
+            put_u8(address, n, np.uint8(held & np.uint32(0xFF)))
+            n += 1
+            held >>= np.uint32(8)
+            count -= 8
+    if count:
+        put_u8(address, n, np.uint8(held))
+
+
+@jit
+def unpack(address: Any, bits: Any, dim: Any, codes: Any) -> None:
+    """Undo `pack` into u8 [D]."""
+    held, count, n = np.uint32(0), 0, 0
+    mask = np.uint32((1 << bits) - 1)
+    for i in range(dim):
+        if count < bits:
+            held |= np.uint32(get_u8(address, n)) << np.uint32(count)
+            n += 1
+            count += 8
+        put_u8(codes, i, np.uint8(held & mask))
+        held >>= np.uint32(bits)
+        count -= bits
+
+
+@jit
+def exponent_of(v: Any, u: Any, dim: Any) -> Any:
+    """Step 2 of section 5: k, or ALL_ZERO, or NOT_FINITE.
+
+    A `u` that is not finite is set to `v`, which turns the mean off for the vector.
+    """
+    top_v, top_u = ZERO, ZERO
+    for i in range(dim):
+        top_v += abs(get(v, i)) * ZERO  # NaN if the element is not finite
+        top_u += abs(get(u, i)) * ZERO
+    if top_v != ZERO:
+        return NOT_FINITE
+    if top_u != ZERO:
+        for i in range(dim):
+            put(u, i, get(v, i))
+    for i in range(dim):
+        top_v = max(top_v, max(abs(get(v, i)), abs(get(u, i))))
+    if top_v == ZERO:
+        return ALL_ZERO
+    return min(max(np.int64(bits_of(top_v) >> np.uint32(23)) - 127, -126), 126)
+
+
+@jit
+def power_of_two(k: Any) -> Any:
+    """2**k as f32, k in -126..127."""
+    return f32_of(np.uint32(np.uint32(k + 127) << np.uint32(23)))
