@@ -13,7 +13,7 @@ endif
 BIN := $(dir $(PYTHON))
 SOURCES := $(wildcard tq_offload tests benchmarks scripts tools)
 
-.PHONY: help env demo demo-short test check format clean
+.PHONY: help env demo demo-short bench-codec test check format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,6 +29,9 @@ demo: $(READY) ## Real vLLM and LMCache: bytes on disk and time to first token f
 
 demo-short: $(READY) ## The same with naive and turboquant only; what CI runs
 	$(PYTHON) -m benchmarks.demo --short $(DEMO_ARGS)
+
+bench-codec: $(READY) ## Speed of the codec beside LMCache's fp8 and memcpy, one thread (BENCH_ARGS="--json out.json")
+	$(PYTHON) -m benchmarks.bench_codec $(BENCH_ARGS)
 
 test: check ## Everything CI tests: `make check`, then pytest (PYTEST_ARGS="-k frame")
 	$(PYTHON) -m pytest $(PYTEST_ARGS)

@@ -139,9 +139,7 @@ class Engine:
         )
 
         url, context = f"tcp://127.0.0.1:{server.port}", zmq.Context.instance()
-        one = ParallelStrategy(
-            mla_only=False, vllm_world_size=1, vllm_worker_id=0, tp_size=1, pp_size=1, n_servers=1, dcp_size=1
-        )
+        one = ParallelStrategy(mla_only=False, vllm_world_size=1, vllm_worker_id=0, tp_size=1, pp_size=1, n_servers=1)
         extra = {"lmcache.mp.mp_transfer_mode": "engine_driven"}
         self.worker = LMCacheMPWorkerAdapter(url, context, model, BLOCK, one, extra_config=extra)
         self.scheduler = LMCacheMPSchedulerAdapter([url], context, model, BLOCK, one, extra_config=extra)

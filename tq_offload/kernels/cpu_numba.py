@@ -7,7 +7,7 @@ disk (NUMBA_CACHE_DIR, else beside the sources, else the user's cache folder; in
 from __future__ import annotations
 
 import importlib.util
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ __all__ = ["NumbaBackend"]
 
 SIMD_DIMS = (16, 32, 64, 128, 256, 512)
 SIMD_BITS = (1, 2, 3, 4, 8)  # the kernels do 5 to 7 as well; rarely used, they are not worth the compile time
-_REFUSED = "NaN or Inf in the KV chunk"
 
 
 class NumbaBackend:
@@ -55,16 +54,18 @@ class NumbaBackend:
             from tq_offload.kernels.simd.driver import simd_encode_stream
 
             config = self._config(stream, params, lsq=params.rule == "lsq")
-            stage = fmt if config.staged else None
+            simd_tables, _held = _simd_tables(params, stream.dim, encoding=True)
             left = np.zeros(out.scales.size, np.uint8)
-            if not simd_encode_stream(config, grid, stage, coding, _simd_tables(params, stream.dim), _address(left)):
+            if not simd_encode_stream(
+                config, grid, fmt if config.staged else None, coding, simd_tables, _address(left)
+            ):
                 return
             coding = coding._replace(only=_address(left))
         elif coding.means:
             loops.mean_stream(KernelConfig(), grid, fmt, coding.means)
-        sketch, tables = _sketch(params, out), _tables(params, stream.dim)
-        if not loops.encode_stream(KernelConfig(), grid, fmt, coding, sketch, tables):
-            raise NonFiniteError(_REFUSED)
+        tables, _kept = _tables(params, stream.dim)
+        if not loops.encode_stream(KernelConfig(), grid, fmt, coding, _sketch(params, out), tables):
+            raise NonFiniteError("NaN or Inf in the KV chunk")
 
     def decode(self, dst: Array, stream: Stream, params: VectorParams, sections: Sections) -> None:
         """See `Backend.decode`."""
@@ -81,15 +82,15 @@ class NumbaBackend:
             from tq_offload.kernels.simd.driver import simd_decode_stream
 
             config = self._config(stream, params, lsq=False)
-            stage = fmt if config.staged else None
+            simd_tables, _held = _simd_tables(params, stream.dim, encoding=False)
             left = np.zeros(sections.scales.size, np.uint8)
             if not simd_decode_stream(
-                config, grid, stage, coding, _simd_tables(params, stream.dim, decoding=True), _address(left)
+                config, grid, fmt if config.staged else None, coding, simd_tables, _address(left)
             ):
                 return
             coding = coding._replace(only=_address(left))
-        sketch, tables = _sketch(params, sections), _tables(params, stream.dim)
-        loops.decode_stream(KernelConfig(), grid, fmt, coding, sketch, tables)
+        tables, _kept = _tables(params, stream.dim)
+        loops.decode_stream(KernelConfig(), grid, fmt, coding, _sketch(params, sections), tables)
 
     def _covers(self, stream: Stream, params: VectorParams) -> bool:
         return self._simd and not params.qjl and stream.dim in SIMD_DIMS and params.bits in SIMD_BITS
@@ -100,35 +101,38 @@ class NumbaBackend:
         return KernelConfig(stream.dim, params.bits, params.dtype != "bfloat16", lsq, self._permute)
 
 
-@cache
+@lru_cache(maxsize=64)
 def _signs(seed: int, dim: int) -> Array:
     """Signs of all stages, f32 [8, D]."""
     return np.stack([rotation.signs(seed, stage, dim) for stage in range(2 * rotation.SKETCH_STAGE)])
 
 
-@cache
+@lru_cache(maxsize=64)
 def _sign_bits(seed: int, dim: int) -> Array:
     """Sign bits of stage 0 as u32 [D], paired (see `SimdTables`)."""
     bits = rotation.signs(seed, 0, dim).view(np.uint32) & np.uint32(0x80000000)
     return np.ascontiguousarray(bits.reshape(-1, 8, 2).swapaxes(1, 2)).reshape(-1)
 
 
-def _tables(params: VectorParams, dim: int) -> Any:
+def _tables(params: VectorParams, dim: int) -> tuple[Any, list[Array]]:
+    """Addresses for the generic loops, and the arrays that must be kept alive meanwhile."""
+    from tq_offload.kernels.simd.cells import cells
     from tq_offload.kernels.stream_loops import Tables
 
-    levels, thresholds = codebook.levels(params.bits), codebook.thresholds(params.bits)
-    return Tables(_address(_signs(params.seed, dim)), _address(levels), _address(thresholds))
+    table = cells(params.bits)
+    held = [_signs(params.seed, dim), codebook.levels(params.bits), table.inside, table.base]
+    return Tables(*map(_address, held), len(table.base), np.float32(table.density)), held
 
 
-def _simd_tables(params: VectorParams, dim: int, *, decoding: bool = False) -> Any:
+def _simd_tables(params: VectorParams, dim: int, *, encoding: bool) -> tuple[Any, list[Array]]:
+    """The same for the SIMD kernels."""
     from tq_offload.kernels.simd.cells import cells
     from tq_offload.kernels.simd.driver import SimdTables
 
-    table = cells(params.bits)
-    levels = codebook.levels(params.bits)
-    positive = 0 if decoding else 4 << (params.bits - 1)  # bytes to the first positive level
-    signs = _sign_bits(params.seed, dim)
-    return SimdTables(_address(signs), _address(table.thresholds), _address(table.base), _address(levels) + positive)
+    table, levels = cells(params.bits), codebook.levels(params.bits)
+    positive = levels[1 << (params.bits - 1) :]
+    held = [_sign_bits(params.seed, dim), table.inside, table.base, positive if encoding else levels]
+    return SimdTables(*map(_address, held)), held
 
 
 def _address(array: Array | None) -> int:

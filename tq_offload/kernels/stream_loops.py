@@ -13,7 +13,7 @@ import numpy as np
 
 from tq_offload.kernels.simd.config import Format
 from tq_offload.kernels.simd.jit import jit, kernel
-from tq_offload.kernels.simd.memory import bits_of, get, get_u8, get_u16, put, put_u8, put_u16
+from tq_offload.kernels.simd.memory import bits_of, get, get_i32, get_u8, get_u16, put, put_u8, put_u16
 from tq_offload.kernels.vector_loops import (
     ALL_ZERO,
     NOT_FINITE,
@@ -91,11 +91,16 @@ class Work(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Addresses of the signs, f32 [8, D] (four stages of the rotation, four of the sketch), levels and thresholds."""
+    """Addresses of the signs, f32 [8, D] (four stages of the rotation, four of the sketch), of the levels, and of the
+    tables of `simd.cells`, with their size and density.
+    """
 
     signs: int
     levels: int
-    thresholds: int
+    inside: int
+    base: int
+    cells: int
+    density: np.float32
 
 
 @jit
@@ -149,15 +154,22 @@ def mean_stream(_config: Any, grid: Grid, fmt: Format, means: int) -> None:
 
 @jit
 def quantise(t: Any, tables: Any, bits: Any, dim: Any, codes: Any, c: Any) -> None:
-    """Step 5: codes, u8 [D], and their levels, f32 [D], of t, f32 [D]; ties go to the lower code."""
+    """Step 5: codes, u8 [D], and their levels, f32 [D], of t, f32 [D]; ties go to the lower code.
+
+    As `simd.encode`: one cell and one comparison of integers (see `simd.cells`).
+    """
+    half, last = 1 << (bits - 1), tables.cells - 1
     for i in range(dim):
-        x, code, step = get(t, i), 0, 1 << (bits - 1)
-        while step:
-            if get(tables.thresholds, code + step - 1) < x:
-                code += step
-            step >>= 1
+        x = get(t, i)
+        negative = x <= ZERO
+        cell = min(np.int64(abs(x) * tables.density), last)
+        above = np.int64(bits_of(abs(x))) + negative > get_i32(tables.inside, cell)
+        k = get_i32(tables.base, cell) + above
+        code = half - 1 - k if negative else half + k
         put_u8(codes, i, np.uint8(code))
         put(c, i, get(tables.levels, code))
+    for i in range(dim, (dim + 7) & ~7):
+        put_u8(codes, i, np.uint8(0))
 
 
 @jit
@@ -213,8 +225,8 @@ def sketch_residual(work: Any, q: Any, sigma: Any, unscale: Any, sketch: Any, in
     residual = math.sqrt(dot(r, r, dim, work.padded) * np.float32(1.0 / dim)) * sigma
     put_u16(sketch.scales, index, to_bf16(residual * unscale))
     rotate(r, signs + 16 * dim, dim, work.padded)
-    for i in range(dim):
-        put_u8(work.codes, i, np.uint8(get(r, i) < ZERO))
+    for i in range((dim + 7) & ~7):
+        put_u8(work.codes, i, np.uint8(i < dim and get(r, i) < ZERO))
     pack(work.codes, ONE_BIT, dim, sketch.bits + index * ((dim + 7) // 8))
 
 

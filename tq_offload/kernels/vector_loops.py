@@ -21,10 +21,12 @@ from tq_offload.kernels.simd.memory import (
     butterfly_lanes,
     f32_of,
     get,
+    get_i64,
     get_u8,
     get_u16,
     get_u32,
     put,
+    put_i64,
     put_u8,
     put_u16,
     put_u32,
@@ -203,34 +205,53 @@ def inverse_rotate(y: Any, signs: Any, dim: Any, work: Any) -> None:
 
 
 @jit
+def field_masks(bits: Any) -> Any:
+    """Eight codes of `bits` bits in bytes, merged two by two: masks of the lower of each pair, for three steps."""
+    one = np.uint64(1)
+    return (
+        ((one << np.uint64(bits)) - one) * np.uint64(0x0001000100010001),
+        ((one << np.uint64(2 * bits)) - one) * np.uint64(0x0000000100000001),
+        (one << np.uint64(4 * bits)) - one,
+    )
+
+
+@jit
+def merge(x: Any, mask: Any, used: Any, width: Any) -> Any:
+    """Move the upper of each pair of fields of `width` bits down, next to the `used` bits of the lower one."""
+    return (x & mask) | ((x >> np.uint64(width - used)) & (mask << np.uint64(used)))
+
+
+@jit
+def split(x: Any, mask: Any, used: Any, width: Any) -> Any:
+    """Undo `merge`."""
+    return (x & mask) | ((x & (mask << np.uint64(used))) << np.uint64(width - used))
+
+
+@jit
 def pack(codes: Any, bits: Any, dim: Any, address: Any) -> None:
-    """Pack codes, u8 [D], least significant bit first."""
-    held, count, n = np.uint32(0), 0, 0
-    for i in range(dim):
-        held |= np.uint32(get_u8(codes, i)) << np.uint32(count)
-        count += bits
-        if count >= 8:
-            put_u8(address, n, np.uint8(held & np.uint32(0xFF)))
-            n += 1
-            held >>= np.uint32(8)
-            count -= 8
-    if count:
-        put_u8(address, n, np.uint8(held))
+    """Pack codes, u8 [D and zeros up to a multiple of 8], least significant bit first."""
+    m1, m2, m3 = field_masks(bits)
+    end = (dim * bits + 7) // 8
+    for i in range(0, dim, 8):
+        x = np.uint64(get_i64(codes + i, 0))
+        x = merge(merge(merge(x, m1, bits, 8), m2, 2 * bits, 16), m3, 4 * bits, 32)
+        at = i // 8 * bits
+        for n in range(at, min(at + bits, end)):
+            put_u8(address, n, np.uint8(x & np.uint64(0xFF)))
+            x >>= np.uint64(8)
 
 
 @jit
 def unpack(address: Any, bits: Any, dim: Any, codes: Any) -> None:
-    """Undo `pack` into u8 [D]."""
-    held, count, n = np.uint32(0), 0, 0
-    mask = np.uint32((1 << bits) - 1)
-    for i in range(dim):
-        if count < bits:
-            held |= np.uint32(get_u8(address, n)) << np.uint32(count)
-            n += 1
-            count += 8
-        put_u8(codes, i, np.uint8(held & mask))
-        held >>= np.uint32(bits)
-        count -= bits
+    """Undo `pack`."""
+    m1, m2, m3 = field_masks(bits)
+    end = (dim * bits + 7) // 8
+    for i in range(0, dim, 8):
+        x, at = np.uint64(0), i // 8 * bits
+        for n in range(at, min(at + bits, end)):
+            x |= np.uint64(get_u8(address, n)) << np.uint64(8 * (n - at))
+        x = split(split(split(x, m3, 4 * bits, 32), m2, 2 * bits, 16), m1, bits, 8)
+        put_i64(codes + i, 0, np.int64(x))
 
 
 @jit

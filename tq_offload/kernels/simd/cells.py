@@ -21,11 +21,12 @@ __all__ = ["Cells", "cells"]
 class Cells(NamedTuple):
     """Cell of |t| is min(int(|t| * density), n - 1).
 
-    thresholds: f32 [n], the threshold in the cell, or Inf; base: i32 [n], thresholds in the cells below.
+    inside: i32 [n], bits of the threshold in the cell, or the largest integer; base: i32 [n], thresholds in the cells
+    below.
     """
 
     density: float
-    thresholds: npt.NDArray[np.float32]
+    inside: npt.NDArray[np.int32]
     base: npt.NDArray[np.int32]
 
 
@@ -42,10 +43,8 @@ def cells(bits: int) -> Cells:
         n *= 2
 
 
-def _table(
-    density: float, n: int, cell: npt.NDArray[np.int32], positive: npt.NDArray[np.float32]
-) -> Cells:
-    inside = np.full(n, np.inf, np.float32)
-    inside[cell] = positive
+def _table(density: float, n: int, cell: npt.NDArray[np.int32], positive: npt.NDArray[np.float32]) -> Cells:
+    inside = np.full(n, np.iinfo(np.int32).max, np.int32)
+    inside[cell] = positive.view(np.int32)
     base = np.searchsorted(cell, np.arange(n), side="left").astype(np.int32)
     return Cells(density, inside, base)

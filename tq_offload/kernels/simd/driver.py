@@ -11,8 +11,8 @@ from tq_offload.kernels.simd.config import Format
 from tq_offload.kernels.simd.decode import decode_vector
 from tq_offload.kernels.simd.encode import add_elements, quantise, rotate, squared_norms
 from tq_offload.kernels.simd.jit import jit, kernel
-from tq_offload.kernels.simd.memory import get, get_u16, put, put_u8, put_u16
-from tq_offload.kernels.stream_loops import LSQ, NORM, address, address_of, in_range, mean_bits
+from tq_offload.kernels.simd.memory import get, get_i64, get_u16, put, put_i64, put_u8, put_u16
+from tq_offload.kernels.stream_loops import LSQ, NORM, address, in_range, mean_bits
 from tq_offload.kernels.vector_loops import ONE, ZERO, from_bf16, load_vector, store_vector, to_bf16
 
 __all__ = ["SimdTables", "simd_decode_stream", "simd_encode_stream"]
@@ -22,7 +22,7 @@ TOP = np.uint16(0x5D80)  # bf16 2**60: beyond, a decoded element might need a cl
 
 
 class SimdTables(NamedTuple):
-    """Addresses of the sign bits u32 [D], paired; thresholds f32 [n] and base i32 [n] of `cells`; and levels, f32:
+    """Addresses of the sign bits u32 [D], paired; the tables of `cells`, i32 [n]; and levels, f32:
     all of them to decode, the positive ones to encode. "Paired": of every sixteen elements first the even, then the
     odd ones.
     """
@@ -98,12 +98,11 @@ def simd_decode_stream(
 
 
 @jit
-def elements(grid: Any, fmt: Any, p: Any, i: Any, stage: Any) -> Any:
-    """Address of the elements of a vector as the kernels want them: in place, or converted to f32 at `stage`."""
-    at = address_of(grid, p, i)
+def elements(at: Any, fmt: Any, dim: Any, stage: Any) -> Any:
+    """Address of the elements at `at` as the kernels want them: in place, or converted to f32 at `stage`."""
     if fmt is None:
         return at
-    load_vector(at, fmt, grid.dim, stage)
+    load_vector(at, fmt, dim, stage)
     return stage
 
 
@@ -126,8 +125,10 @@ def plane_means(config: Any, grid: Any, fmt: Any, means: Any, p: Any, sums: Any,
     size = grid.vectors * grid.dim
     for i in range(size):
         put(sums, i, ZERO)
-    for i in range(grid.tokens * grid.vectors):
-        add_elements(config, elements(grid, fmt, p, i, stage), sums + 4 * grid.dim * (i % grid.vectors))
+    for t in range(grid.tokens):
+        for j in range(grid.vectors):
+            at = grid.address + p * grid.plane_stride + t * grid.token_stride + j * grid.vector_stride
+            add_elements(config, elements(at, fmt, grid.dim, stage), sums + 4 * grid.dim * j)
     count = np.float32(1.0 / grid.tokens)
     for i in range(size):
         put_u16(means, p * size + i, mean_bits(get(sums, paired_index(i)) * count))
@@ -145,30 +146,36 @@ def simd_encode_stream(
     """
     size, dim, count = grid.vectors * grid.dim, grid.dim, 0
     vectors, width = grid.tokens * grid.vectors, (grid.dim * coding.bits) // 8
-    space = np.zeros(size + dim + BATCH * (2 * dim + 7), np.float32)
+    space = np.zeros(size + dim + BATCH * (2 * dim + 11), np.float32)
     mean = address(space)
     none = mean + 4 * size  # the row of the vectors without a mean
     y = none + 4 * dim
     stage = y + 4 * BATCH * dim
     norms = stage + 4 * BATCH * dim
     sums, inverses, sigmas = norms + 8 * BATCH, norms + 20 * BATCH, norms + 24 * BATCH
+    sources, rows = norms + 28 * BATCH, norms + 36 * BATCH
     for p in range(grid.planes):
         if coding.means:
             plane_means(config, grid, fmt, coding.means, p, mean, stage)
+        t, j = 0, 0
         for start in range(0, vectors, BATCH):
             many, first = min(BATCH, vectors - start), p * vectors + start
             for b in range(many):
-                row = mean + 4 * dim * ((start + b) % grid.vectors)
-                at = elements(grid, fmt, p, start + b, stage + 4 * dim * b)
-                squared_norms(config, at, row, norms + 8 * b)
+                at = grid.address + p * grid.plane_stride + t * grid.token_stride + j * grid.vector_stride
+                put_i64(sources, b, elements(at, fmt, dim, stage + 4 * dim * b))
+                put_i64(rows, b, mean + 4 * dim * j)
+                j += 1
+                if j == grid.vectors:
+                    t, j = t + 1, 0
+            for b in range(many):
+                squared_norms(config, get_i64(sources, b), get_i64(rows, b), norms + 8 * b)
             for b in range(many):
                 nv, nu = get(norms, 2 * b), get(norms, 2 * b + 1)
                 if not (in_range(nv) and in_range(nu)):
                     put_u8(left, first + b, np.uint8(1))
                     count += 1
-                row = mean + 4 * dim * ((start + b) % grid.vectors) if nu < nv else none
-                at = address_of(grid, p, start + b) if fmt is None else stage + 4 * dim * b
-                put(inverses, b, rotate(config, at, row, tables.signs, y + 4 * dim * b))
+                row = get_i64(rows, b) if nu < nv else none
+                put(inverses, b, rotate(config, get_i64(sources, b), row, tables.signs, y + 4 * dim * b))
             for b in range(many):
                 n = min(get(norms, 2 * b), get(norms, 2 * b + 1))
                 inverse = ONE / math.sqrt(n)

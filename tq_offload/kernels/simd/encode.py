@@ -150,7 +150,7 @@ def _quantised(v: Lanes, bits: int, t: Any, inside: Any, base: Any, levels: Any)
     else:
         cell = v.b.fptosi(v.b.fmul(t, v.f(table.density)), IV)
         cell = v.minimum_int(cell, len(table.base) - 1)
-        threshold = v.as_int(v.lookup8(table.thresholds.tolist(), cell) if small else gather(v, inside, cell))
+        threshold = v.lookup8_int(table.inside.tolist(), cell) if small else v.as_int(gather(v, inside, cell))
         below = v.lookup8_int(table.base.tolist(), cell) if small else v.as_int(gather(v, base, cell))
         # On the negative side a tie counts as above: one more unit in the last place, as integers.
         above = v.b.icmp_signed(">", v.b.sub(v.as_int(t), negative), threshold)

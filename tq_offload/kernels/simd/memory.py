@@ -14,8 +14,8 @@ from numba.extending import intrinsic
 from tq_offload.kernels.simd.vector import F32, FV, I8, I16, I32, I64, Lanes
 
 __all__ = [
-    "add8", "bits_of", "butterfly8", "butterfly_lanes", "f32_of", "get", "get_u8", "get_u16", "get_u32", "put",
-    "put_u8", "put_u16", "put_u32",
+    "add8", "bits_of", "butterfly8", "butterfly_lanes", "f32_of", "get", "get_i32", "get_i64", "get_u8", "get_u16", "get_u32", "put",
+    "put_i64", "put_u8", "put_u16", "put_u32",
 ]  # fmt: skip
 
 
@@ -52,6 +52,8 @@ def _putter(numba_type: Any, size: int) -> Any:
 get, put = _getter(F32, types.float32, 4), _putter(types.float32, 4)
 get_u8, put_u8 = _getter(I8, types.uint8, 1), _putter(types.uint8, 1)
 get_u16, put_u16 = _getter(I16, types.uint16, 2), _putter(types.uint16, 2)
+get_i32 = _getter(I32, types.int32, 4)
+get_i64, put_i64 = _getter(I64, types.int64, 8), _putter(types.int64, 8)
 get_u32, put_u32 = _getter(I32, types.uint32, 4), _putter(types.uint32, 4)
 
 

@@ -71,8 +71,8 @@ class Tile:
         clear, is_set, order = _SPLITS[lane]
         bit, swapped = self.lane_bits[lane], self.reg_bits[k]
         for i, j in self._pairs(k):
-            low = self.v.shuffle(self.regs[i], self.regs[j], clear)
-            high = self.v.shuffle(self.regs[i], self.regs[j], is_set)
+            low = self.v.fence(self.v.shuffle(self.regs[i], self.regs[j], clear))
+            high = self.v.fence(self.v.shuffle(self.regs[i], self.regs[j], is_set))
             self.regs[i], self.regs[j] = self.v.b.fadd(low, high), self.v.b.fsub(low, high)
         self.lane_bits = [swapped if o < 0 else self.lane_bits[o] for o in order]
         self.reg_bits[k] = bit

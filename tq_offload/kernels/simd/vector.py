@@ -92,6 +92,10 @@ class Lanes:
         typ = ir.VectorType(I32, len(mask))
         return self.b.shuffle_vector(a, b, ir.Constant(typ, [ir.Constant(I32, i) for i in mask]))
 
+    def fence(self, x: Any) -> Any:
+        """x; keeps LLVM from making x86's slow horizontal adds of a shuffle and an addition."""
+        return self.b.call(self._intrinsic("llvm.arithmetic.fence.v8f32", FV, [FV]), [x])
+
     def lane_mask(self, condition: Any) -> Any:
         """All bits set in the lanes where the condition holds."""
         return self.b.sext(condition, IV)

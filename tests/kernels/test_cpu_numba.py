@@ -1,0 +1,355 @@
+"""The numba backend writes the reference's bytes: means, scales, codes, sketch, and decoded bits."""
+
+import sys
+import threading
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from tq_offload.errors import LayoutError, NonFiniteError
+from tq_offload.kernels import Sections, Stream, VectorParams, cpu_numba
+from tq_offload.kernels.cpu_numba import NumbaBackend
+from tq_offload.kernels.reference import ReferenceBackend
+
+DIMS = (1, 16, 36, 64, 80, 96, 112, 127, 128, 192, 256, 576)
+BITS = tuple(range(1, 9))
+DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
+TOKENS = (0, 1, 15, 17, 255, 256, 257)
+RULES = ("lsq", "norm", "unbiased")
+DEFAULTS = VectorParams("bfloat16", 4, 0, "lsq", mean=True, fit_range=True, qjl=False)
+BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.float32}
+
+REFERENCE = ReferenceBackend()
+NUMBA = NumbaBackend()
+GENERIC = NumbaBackend(simd=False)
+
+
+@dataclass
+class Chunk:
+    """Flat bits of a group, and a stream over them."""
+
+    flat: np.ndarray
+    stream: Stream
+
+
+def bits_of(x: torch.Tensor) -> np.ndarray:
+    array = x.contiguous().reshape(-1).view(BIT_TYPES[x.itemsize]).numpy()
+    return array.view(np.uint16) if x.itemsize == 2 else array
+
+
+def chunk(P: int, T: int, J: int, D: int, dtype: str = "bfloat16", seed: int = 0, scale: float = 2.0) -> Chunk:
+    """Normal vectors with a mean for every channel; contiguous."""
+    random = np.random.Generator(np.random.PCG64(seed))
+    x = scale * random.standard_normal((P, T, J, D)) + 3 * random.standard_normal((J, D))
+    return chunk_of(torch.from_numpy(x.astype(np.float32)).to(getattr(torch, dtype)))
+
+
+def chunk_of(x: torch.Tensor) -> Chunk:
+    """A contiguous [P, T, J, D] tensor."""
+    P, T, J, D = x.shape
+    return Chunk(bits_of(x), Stream(P, T, J, D, 0, T * J * D, J * D, D))
+
+
+def sections(stream: Stream, params: VectorParams) -> Sections:
+    """Filled with ones, so that a byte that is not written shows."""
+    P, T, J, D = stream.planes, stream.tokens, stream.vectors, stream.dim
+
+    def full(dtype: Any, *shape: int) -> np.ndarray:
+        return np.full(shape, 0xFF, dtype)
+
+    return Sections(
+        means=full(np.uint16, P, J, D) if params.mean else None,
+        scales=full(np.uint16, P, T, J),
+        codes=full(np.uint8, P, T, J, (D * params.bits + 7) // 8),
+        sketch_scales=full(np.uint16, P, T, J) if params.qjl else None,
+        sketch=full(np.uint8, P, T, J, (D + 7) // 8) if params.qjl else None,
+    )
+
+
+def assert_same(c: Chunk, params: VectorParams, backend: Any = NUMBA, oracle: Any = REFERENCE) -> None:
+    """Encode and decode by both; every byte must be equal, the bytes between the vectors included."""
+    wanted, found = sections(c.stream, params), sections(c.stream, params)
+    oracle.encode(c.flat, c.stream, params, wanted)
+    backend.encode(c.flat, c.stream, params, found)
+    for name in ("means", "scales", "codes", "sketch_scales", "sketch"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name), f"{name} of {c.stream} {params}")
+    first, second = (np.full(c.flat.nbytes, 7, np.uint8).view(c.flat.dtype) for _ in range(2))
+    oracle.decode(first, c.stream, params, wanted)
+    backend.decode(second, c.stream, params, wanted)
+    np.testing.assert_array_equal(second.view(np.uint8), first.view(np.uint8), f"decoding {c.stream} {params}")
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_generic_loops_over_the_whole_table(dim: int) -> None:
+    for bits, tokens in product(BITS, TOKENS):
+        params = replace(DEFAULTS, bits=bits, mean=tokens >= 64, rule=RULES[(bits + tokens) % 3], seed=tokens)
+        assert_same(chunk(1, tokens, 2, dim, seed=bits + dim), params, GENERIC)
+
+
+@pytest.mark.parametrize(("dim", "bits"), [*product((32, 64), cpu_numba.SIMD_BITS), *product((16, 128, 256, 512), (4,))])
+def test_simd_kernels_over_the_token_counts(dim: int, bits: int) -> None:
+    for tokens in TOKENS:
+        params = replace(DEFAULTS, bits=bits, mean=tokens >= 64, seed=tokens)
+        assert_same(chunk(2, tokens, 3, dim, seed=bits + dim), params)
+
+
+@pytest.mark.parametrize("bits", [5, 6, 7])
+def test_simd_kernels_that_are_switched_off(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_numba, "SIMD_BITS", BITS)
+    assert_same(chunk(1, 70, 3, 64, seed=bits), replace(DEFAULTS, bits=bits))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1e-3, 2.0, 150.0])
+def test_dtypes(dtype: str, scale: float) -> None:
+    for dim, backend in ((64, NUMBA), (64, GENERIC), (36, NUMBA), (127, NUMBA)):
+        assert_same(chunk(2, 70, 2, dim, dtype, scale=scale), replace(DEFAULTS, dtype=dtype), backend)
+    assert_same(chunk(1, 20, 2, 80, dtype, scale=scale), replace(DEFAULTS, dtype=dtype, mean=False, qjl=True))
+
+
+@pytest.mark.parametrize(("rule", "fit_range", "mean"), list(product(RULES, (False, True), (False, True))))
+def test_rules(rule: str, fit_range: bool, mean: bool) -> None:
+    for dim, bits in ((64, 4), (64, 3), (80, 3)):
+        assert_same(
+            chunk(1, 70, 3, dim, seed=dim), replace(DEFAULTS, bits=bits, rule=rule, fit_range=fit_range, mean=mean)
+        )
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_qjl(dim: int) -> None:
+    for bits, rule in ((2, "lsq"), (3, "unbiased")):
+        assert_same(chunk(1, 70, 2, dim), replace(DEFAULTS, bits=bits, rule=rule, qjl=True, mean=bits == 3))
+
+
+LAYOUTS = {  # kind: (offset, plane, token and vector stride) of K and V for L layers, T tokens, H heads of D
+    "kv_first": lambda L, T, H, D: [(kv * L * T * H * D, T * H * D, H * D, D) for kv in (0, 1)],
+    "packed": lambda L, T, H, D: [(kv * D, T * H * 2 * D, H * 2 * D, 2 * D) for kv in (0, 1)],
+    "latent": lambda L, T, H, D: [(0, T * H * D, H * D, D)],
+    "token_kv": lambda L, T, H, D: [(kv * H * D, T * H * 2 * D, H * 2 * D, D) for kv in (0, 1)],
+    "padded": lambda L, T, H, D: [(5, T * (H * D + 40) + 3, H * D + 40, D)],
+}
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("dim", [64, 36])
+def test_layouts(kind: str, dim: int) -> None:
+    L, T, H = 3, 65, 2
+    flat = chunk(1, 1, 1, 2 * L * T * (H * dim + 60)).flat
+    for offset, plane, token, vector in LAYOUTS[kind](L, T, H, dim):
+        assert_same(Chunk(flat, Stream(L, T, H, dim, offset, plane, token, vector)), DEFAULTS)
+
+
+def special_values() -> dict[str, torch.Tensor]:
+    random = torch.from_numpy(np.random.Generator(np.random.PCG64(3)).standard_normal((1, 70, 2, 64))).float()
+    one_hot = torch.zeros(1, 70, 2, 64)
+    one_hot[0, torch.arange(70), :, torch.arange(70) % 64] = 1.0
+    mixed = random.clone()
+    mixed[0, 3], mixed[0, 9], mixed[0, 11], mixed[0, 12, 0] = 3e38, 1e-38, 0.0, 1e5
+    ties = torch.ones(1, 70, 2, 64) * torch.sign(random)
+    return {
+        "zeros": torch.zeros(1, 70, 2, 64),
+        "minus zeros": -torch.zeros(1, 70, 2, 64),
+        "one-hot": one_hot,
+        "1e5": random * 1e5,
+        "3e38": torch.sign(random) * 3e38,
+        "1e-38": random * 1e-38,
+        "subnormal": random * 1e-40,
+        "constant channels": torch.ones(1, 70, 2, 1) * random[:, :1],
+        "one constant": torch.full((1, 70, 2, 64), 2.5),
+        "huge beside normal": mixed,
+        "signs": ties,
+        "alternating extremes": torch.sign(random) * torch.where(random > 0, 3e38, 1e-38),
+    }
+
+
+@pytest.mark.parametrize("name", special_values())
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_special_values(name: str, dtype: str) -> None:
+    x = special_values()[name].to(getattr(torch, dtype))
+    for mean, qjl, bits in ((True, False, 4), (False, False, 4), (True, True, 4), (False, False, 1)):
+        assert_same(chunk_of(x), replace(DEFAULTS, dtype=dtype, mean=mean, qjl=qjl, bits=bits))
+    assert_same(chunk_of(x[..., :36].contiguous()), replace(DEFAULTS, dtype=dtype))
+
+
+def test_decoding_scales_that_reach_the_clamp() -> None:
+    """Every magnitude that a frame may hold, with and without the mean."""
+    stream = Stream(1, 2 * 0x7F80, 1, 64, 0, 2 * 0x7F80 * 64, 64, 64)
+    params = DEFAULTS
+    s = sections(stream, params)
+    magnitudes = np.arange(0x7F80, dtype=np.uint16)
+    s.scales[...] = np.concatenate([magnitudes, magnitudes | 0x8000]).reshape(s.scales.shape)
+    random = np.random.Generator(np.random.PCG64(4))
+    s.codes[...] = random.integers(0, 256, s.codes.shape)
+    s.means[...] = random.integers(0, 0x7F80, s.means.shape)
+    for dtype in ("bfloat16", "float16"):
+        first, second = (np.zeros(stream.plane_stride, np.uint16) for _ in range(2))
+        REFERENCE.decode(first, stream, replace(params, dtype=dtype), s)
+        NUMBA.decode(second, stream, replace(params, dtype=dtype), s)
+        np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("backend", [NUMBA, GENERIC], ids=["simd", "generic"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mean", [False, True])
+def test_nan_and_inf_are_refused(backend: NumbaBackend, dtype: str, mean: bool) -> None:
+    values = [float("nan"), -float("nan")] + ([] if dtype == "float8_e4m3fn" else [float("inf"), -float("inf")])
+    for dim, value, (token, vector, element) in product((64, 33), values, ((0, 0, 0), (69, 1, -1), (30, 0, 17))):
+        x = torch.ones(1, 70, 2, dim)
+        x[0, token, vector, element] = value
+        c = chunk_of(x.to(getattr(torch, dtype)))
+        params = replace(DEFAULTS, dtype=dtype, mean=mean)
+        with pytest.raises(NonFiniteError):
+            backend.encode(c.flat, c.stream, params, sections(c.stream, params))
+
+
+FLOATS = st.one_of(st.floats(width=32, allow_nan=False, allow_infinity=False), st.sampled_from([0.0, -0.0, 1.0, 1e-45]))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    data=hnp.arrays(np.float32, st.tuples(st.just(1), st.integers(1, 5), st.just(2), st.just(64)), elements=FLOATS),
+    bits=st.sampled_from([2, 4]),
+    dim=st.sampled_from([1, 3, 16, 36, 48, 64]),
+    dtype=st.sampled_from(["bfloat16", "float32"]),
+    rule=st.sampled_from(RULES),
+    mean=st.booleans(),
+    qjl=st.booleans(),
+    fit_range=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_finite_vectors(data: np.ndarray, dtype: str, dim: int, **changes: Any) -> None:
+    x = torch.from_numpy(data[..., :dim].copy()).to(getattr(torch, dtype))
+    x = torch.where(torch.isfinite(x), x, torch.zeros_like(x))
+    assert_same(chunk_of(x), replace(DEFAULTS, dtype=dtype, **changes), NUMBA if dim == 64 else GENERIC)
+
+
+@pytest.mark.parametrize(("dim", "bits"), [(64, 1), (64, 2), (64, 3), (64, 4), (32, 4)])
+def test_select_tree_and_permute(dim: int, bits: int) -> None:
+    assert_same(chunk(1, 70, 2, dim), replace(DEFAULTS, bits=bits), NumbaBackend(permute=False), NUMBA)
+
+
+def test_select_tree_and_permute_are_different_code() -> None:
+    from tq_offload.kernels.simd.config import KernelConfig
+    from tq_offload.kernels.simd.driver import simd_decode_stream
+
+    for permute in (True, False):
+        assert_same(chunk(1, 70, 2, 64), replace(DEFAULTS, bits=3), NumbaBackend(permute=permute))
+    configs = {signature[0].config for signature in simd_decode_stream.signatures}
+    assert {KernelConfig(64, 3, permute=p) for p in (True, False)} <= configs
+
+
+def test_misaligned_buffers() -> None:
+    c = chunk(2, 70, 2, 64)
+    for shift in (1, 3):
+        raw = np.zeros(c.flat.nbytes + shift, np.uint8)
+        raw[shift:] = c.flat.view(np.uint8)
+        moved = np.frombuffer(raw.data, np.uint16, offset=shift)
+        wanted, found = sections(c.stream, DEFAULTS), sections(c.stream, DEFAULTS)
+        NUMBA.encode(c.flat, c.stream, DEFAULTS, wanted)
+        NUMBA.encode(moved, c.stream, DEFAULTS, found)
+        np.testing.assert_array_equal(found.codes, wanted.codes)
+        back, target = np.zeros_like(c.flat), np.zeros_like(raw)
+        NUMBA.decode(back, c.stream, DEFAULTS, wanted)
+        NUMBA.decode(np.frombuffer(target.data, np.uint16, offset=shift), c.stream, DEFAULTS, wanted)
+        np.testing.assert_array_equal(target[shift:], back.view(np.uint8))
+
+
+def test_source_is_not_written_and_may_be_read_only() -> None:
+    c = chunk(1, 70, 2, 64)
+    before = c.flat.copy()
+    c.flat.flags.writeable = False
+    NUMBA.encode(c.flat, c.stream, DEFAULTS, sections(c.stream, DEFAULTS))
+    np.testing.assert_array_equal(c.flat, before)
+    with pytest.raises(LayoutError, match="read-only"):
+        NUMBA.decode(c.flat, c.stream, DEFAULTS, sections(c.stream, DEFAULTS))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"offset": 1},
+        {"offset": -1},
+        {"planes": 3},
+        {"token_stride": 129},
+        {"vector_stride": -64},
+        {"dim": 65},
+    ],
+)
+def test_a_stream_that_leaves_its_buffer_is_refused(wrong: dict[str, int]) -> None:
+    c = chunk(2, 70, 2, 64)
+    stream = replace(c.stream, **wrong)
+    for call in (NUMBA.encode, NUMBA.decode):
+        with pytest.raises(LayoutError):
+            call(c.flat, stream, DEFAULTS, sections(stream, DEFAULTS))
+
+
+@pytest.mark.parametrize("name", ["means", "scales", "codes"])
+def test_sections_that_do_not_fit_are_refused(name: str) -> None:
+    c = chunk(2, 70, 2, 64)
+    good = sections(c.stream, DEFAULTS)
+    array = getattr(good, name)
+    for bad in (array[1:], array.astype(np.int32), np.swapaxes(array, 0, 1), None):
+        for call in (NUMBA.encode, NUMBA.decode):
+            with pytest.raises(LayoutError, match=name):
+                call(c.flat, c.stream, DEFAULTS, replace(good, **{name: bad}))
+
+
+def test_two_threads_at_once() -> None:
+    chunks = [chunk(2, 256, 4, 64, seed=s) for s in range(2)]
+    wanted = []
+    for c in chunks:
+        wanted.append(sections(c.stream, DEFAULTS))
+        REFERENCE.encode(c.flat, c.stream, DEFAULTS, wanted[-1])
+    failures = []
+
+    def work(c: Chunk, expected: Sections) -> None:
+        for _ in range(20):
+            found = sections(c.stream, DEFAULTS)
+            NUMBA.encode(c.flat, c.stream, DEFAULTS, found)
+            back = np.zeros_like(c.flat)
+            NUMBA.decode(back, c.stream, DEFAULTS, found)
+            if not np.array_equal(found.codes, expected.codes) or not np.array_equal(found.scales, expected.scales):
+                failures.append(c)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(chunks, wanted, strict=True)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failures
+
+
+def test_the_gil_is_released() -> None:
+    """A Python thread goes on counting while one long stream is encoded and decoded."""
+    c = chunk(8, 512, 8, 64)
+    s = sections(c.stream, DEFAULTS)
+    NUMBA.encode(c.flat, c.stream, DEFAULTS, s)
+    NUMBA.decode(c.flat, c.stream, DEFAULTS, s)
+    running, done = threading.Event(), threading.Event()
+    ticks = 0
+
+    def work() -> None:
+        running.set()
+        NUMBA.encode(c.flat, c.stream, DEFAULTS, s)
+        NUMBA.decode(c.flat, c.stream, DEFAULTS, s)
+        done.set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(10.0)  # nobody takes the GIL from a thread that does not give it up
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        running.wait()
+        while not done.wait(0.0001):
+            ticks += 1
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert ticks >= 3
