@@ -13,7 +13,7 @@ endif
 BIN := $(dir $(PYTHON))
 SOURCES := $(wildcard tq_offload tests benchmarks scripts tools)
 
-.PHONY: help env demo demo-short bench-codec test check format clean
+.PHONY: help env demo demo-short bench-codec bench-quality test check format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ check: $(READY) ## Lint, format, types, and which module may import which
 format: $(READY) ## Rewrite the sources in the house format
 	$(BIN)ruff check --fix $(SOURCES)
 	$(BIN)ruff format $(SOURCES)
+
+bench-quality: $(READY) ## Squared error and stored bits: Gaussian data against theory, and real KV of SmolLM2
+	$(PYTHON) -m benchmarks.bench_quality
 
 clean: ## Remove caches, build products and what the demo left (keeps .venv and the downloaded model)
 	rm -rf build dist *.egg-info .demo .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

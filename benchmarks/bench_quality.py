@@ -5,6 +5,7 @@ usage: python -m benchmarks.bench_quality [--preset NAME ...]
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import numpy as np
@@ -12,9 +13,10 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from scipy.integrate import quad
 
 from benchmarks.real_kv import kv_chunks
-from tq_offload.codebook import RELATIVE_MSE
+from tq_offload.codebook import RELATIVE_MSE, levels, thresholds
 from tq_offload.codec import TurboQuantCodec
 from tq_offload.layout import ChunkLayout, GroupLayout
 from tq_offload.spec import PRESETS, CodecSpec
@@ -39,18 +41,32 @@ def distortion(chunks: list[torch.Tensor], spec: CodecSpec, head_dim: int) -> tu
     return key, value, 8 * stored / elements
 
 
+def theory_on_the_sphere(bits: int, dim: int) -> float:
+    """Least-squares distortion of our levels for a coordinate of a random point on the sphere of radius sqrt(dim).
+
+    The density of a coordinate is Beta-like, `(1 - x^2/dim)^((dim-3)/2)`: lemma 1 of the paper, before the limit.
+    """
+    table, edges = levels(bits).astype(float), [-math.sqrt(dim), *thresholds(bits).astype(float), math.sqrt(dim)]
+    total = quad(lambda x: (1 - x * x / dim) ** ((dim - 3) / 2), -math.sqrt(dim), math.sqrt(dim), limit=200)[0]
+    xc = cc = 0.0
+    for level, low, high in zip(table, edges[:-1], edges[1:], strict=True):
+        xc += level * quad(lambda x: x * (1 - x * x / dim) ** ((dim - 3) / 2), low, high)[0] / total
+        cc += level**2 * quad(lambda x: (1 - x * x / dim) ** ((dim - 3) / 2), low, high)[0] / total
+    return 1 - xc**2 / cc
+
+
 def gaussian_table() -> Table:
     """Gaussian vectors of 128 elements, 1 to 5 bits: plain quantiser and default against the Gaussian limit."""
     values = np.random.Generator(np.random.PCG64(1)).standard_normal((2, 4, 1024, 128)).astype(np.float32)
     chunk = [torch.from_numpy(values)]
     table = Table(title="Gaussian data, d = 128: relative MSE", title_justify="left")
-    for head in ("bits", "Lloyd-Max limit", "plain", "plain / limit", "default", "default / limit"):
+    for head in ("bits", "theory, d = 128", "plain", "plain / theory", "limit d → ∞", "default", "default / limit"):
         table.add_column(head, justify="right")
     for bits in range(1, 6):
         plain = distortion(chunk, CodecSpec(bits, bits, mean=False, fit_range=False), 128)[0]
         default = distortion(chunk, CodecSpec(bits, bits), 128)[0]
-        limit = RELATIVE_MSE[bits]
-        row = (limit, plain, plain / limit, default, default / limit)
+        limit, theory = RELATIVE_MSE[bits], theory_on_the_sphere(bits, 128)
+        row = (theory, plain, plain / theory, limit, default, default / limit)
         table.add_row(str(bits), *(f"{v:.5f}" for v in row))
     return table
 

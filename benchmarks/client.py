@@ -10,10 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from benchmarks.process import DeploymentError, Progress, local_http, silent
 
-__all__ = ["Completion", "StoredFiles", "complete", "post_json", "scrape", "stored_files", "wait_until_stored"]
+__all__ = [
+    "Completion",
+    "StoredFiles",
+    "complete",
+    "post_json",
+    "scrape",
+    "scrape_samples",
+    "stored_files",
+    "wait_until_stored",
+]
 
 
 @dataclass(frozen=True)
@@ -84,16 +94,20 @@ def post_json(url: str, body: object, timeout_s: float = 30.0) -> object:
 
 def scrape(url: str, timeout_s: float = 30.0) -> dict[str, float]:
     """Return every sample of a Prometheus page, summed over its labels. Raises DeploymentError when there is none."""
+    sums: dict[str, float] = {}
+    for sample in scrape_samples(url, timeout_s):
+        sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+    return sums
+
+
+def scrape_samples(url: str, timeout_s: float = 30.0) -> list[Sample]:
+    """Return every sample of a Prometheus page. Raises DeploymentError when there is none."""
     try:
         with local_http.open(url, timeout=timeout_s) as reply:
             page = reply.read().decode()
     except OSError as error:
         raise DeploymentError(f"no metrics at {url}: {error}", _SEE_LOG) from error
-    sums: dict[str, float] = {}
-    for family in text_string_to_metric_families(page):
-        for sample in family.samples:
-            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
-    return sums
+    return [sample for family in text_string_to_metric_families(page) for sample in family.samples]
 
 
 def stored_files(folder: Path, pattern: str = "*.data") -> StoredFiles:

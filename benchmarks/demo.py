@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks.measure import SERDES, STEPS, STEPS_OF_A_RESTART, Plan, Run, measure
+from benchmarks.measure import SERDES, STEPS, STEPS_OF_A_RESTART, STEPS_OF_FAULTS, Plan, Run, measure
 from benchmarks.model import prepare_model
 from benchmarks.process import DeploymentError, stop_on_signals
 from benchmarks.report import as_json, checks, table
@@ -66,7 +66,8 @@ def demo(
 def _run_all(names: list[str], folder: Path, console: Console, *, hits: int, restart: bool) -> dict[str, Run]:
     if "turboquant" in names:
         _require_plugin()
-    steps = Steps(console, 1 + len(names) * (STEPS + (STEPS_OF_A_RESTART if restart else 0)))
+    extra = sum(STEPS_OF_FAULTS for name in names if SERDES[name].faults)
+    steps = Steps(console, 1 + extra + len(names) * (STEPS + (STEPS_OF_A_RESTART if restart else 0)))
     with steps.step("the model") as progress:
         model = prepare_model(progress=progress)
     plan = Plan(model, _PROMPT.read_text(encoding="utf-8").rstrip("\n"), folder, hits=hits, restart=restart)

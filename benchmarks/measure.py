@@ -11,12 +11,13 @@ from statistics import median
 
 from benchmarks.client import Completion, StoredFiles, wait_until_stored
 from benchmarks.deployment import CHUNK_TOKENS, LMCacheServer, VLLMEngine, fs_adapter
+from benchmarks.faults import Faults, run_faults
 from benchmarks.steps import Steps
 
-__all__ = ["SERDES", "STEPS", "STEPS_OF_A_RESTART", "Plan", "Run", "Serde", "measure"]
+__all__ = ["SERDES", "STEPS", "STEPS_OF_A_RESTART", "STEPS_OF_FAULTS", "Plan", "Run", "Serde", "measure"]
 
-STEPS, STEPS_OF_A_RESTART = 6, 3
-"""How many steps `measure` shows, and how many more when both processes are restarted."""
+STEPS, STEPS_OF_A_RESTART, STEPS_OF_FAULTS = 6, 3, 1
+"""How many steps `measure` shows, and how many more with a restart of both processes, and with damaged files."""
 
 _WARM_UP = "Good morning. The weather at the coast today is"
 
@@ -28,12 +29,14 @@ class Serde:
     name: str
     adapter_serde: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    faults: bool = False
+    """Also damage files and ask again: for the serde that has a checksum."""
 
 
 SERDES = {
     "naive": Serde("naive"),
     "fp8": Serde("fp8", adapter_serde="fp8"),
-    "turboquant": Serde("turboquant", env={"LMCACHE_SERDE": "turboquant"}),
+    "turboquant": Serde("turboquant", env={"LMCACHE_SERDE": "turboquant"}, faults=True),
 }
 
 
@@ -59,6 +62,7 @@ class Run:
     hits: list[Completion]
     hit_tokens: list[int]
     start_s: float
+    faults: Faults | None = None
 
     @property
     def ttft_hit(self) -> float:
@@ -88,8 +92,12 @@ def measure(serde: Serde, plan: Plan, steps: Steps) -> Run:
             server, engine = _start(serde, plan, running, steps)
         with steps.step(f"{serde.name}: the prompt again, from disk, {plan.hits}x"):
             found = [_hit(server, engine, plan) for _ in range(plan.hits)]
+        faults = None
+        if serde.faults:
+            with steps.step(f"{serde.name}: the prompt again, three files damaged"):
+                faults = run_faults(server, engine, disk, plan.prompt, plan.max_tokens)
     shutil.rmtree(disk, ignore_errors=True)
-    return Run(serde.name, stored, cold, [one for one, _ in found], [tokens for _, tokens in found], started)
+    return Run(serde.name, stored, cold, [one for one, _ in found], [tokens for _, tokens in found], started, faults)
 
 
 def _start(serde: Serde, plan: Plan, running: ExitStack, steps: Steps) -> tuple[LMCacheServer, VLLMEngine]:

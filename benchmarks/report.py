@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.table import Table
 
 from benchmarks.deployment import CHUNK_TOKENS
+from benchmarks.faults import EXPECTED_REASONS, Faults
 from benchmarks.measure import Run
 
 __all__ = ["MIN_RATIO", "Check", "as_json", "checks", "table"]
@@ -48,7 +49,29 @@ def checks(runs: Mapping[str, Run], *, min_ratio: float = MIN_RATIO) -> list[Che
     for run in runs.values():
         seen = f"{run.ttft_hit:.2f} s against {run.cold.ttft_s:.2f} s"
         out.append(Check(f"{run.serde}: first token from disk sooner than cold", run.ttft_hit < run.cold.ttft_s, seen))
+    for run in runs.values():
+        if run.faults is not None:
+            out += _fault_checks(run.serde, run.faults)
     return out
+
+
+def _fault_checks(serde: str, faults: Faults) -> list[Check]:
+    """Three damaged files: three misses in metrics and log, each with its reason, and an answer all the same."""
+    seen = ", ".join(f"{count} {reason}" for reason, count in sorted(faults.misses.items())) or "none"
+    counted = faults.misses == EXPECTED_REASONS
+    logged = all(sum(f"reason {reason} " in line for line in faults.log_lines) == 1 for reason in EXPECTED_REASONS)
+    answered = bool(faults.answer.text) and faults.healthy and faults.hit_tokens < faults.answer.prompt_tokens
+    return [
+        Check(
+            f"{serde}: a flipped byte, a short and a foreign file are three misses, counted by reason", counted, seen
+        ),
+        Check(f"{serde}: the server's log names each of them", logged, f"{len(faults.log_lines)} lines"),
+        Check(
+            f"{serde}: answered by recomputing, and both processes go on",
+            answered,
+            f"{faults.hit_tokens} tokens from disk, {faults.answer.ttft_s:.2f} s, {_first_words(faults.answer.text)!r}",
+        ),
+    ]
 
 
 def table(runs: Mapping[str, Run]) -> Table:

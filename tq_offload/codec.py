@@ -23,7 +23,7 @@ from tq_offload.frame import (
 )
 from tq_offload.kernels import Backend, Sections, VectorParams, get_backend
 from tq_offload.layout import ChunkLayout, GroupLayout, dtype_name
-from tq_offload.spec import CodecSpec
+from tq_offload.spec import MEAN_MIN_TOKENS, CodecSpec
 
 __all__ = ["TurboQuantCodec", "cache_key_digest", "model_fingerprint"]
 
@@ -180,6 +180,18 @@ class TurboQuantCodec:
         tensors = [torch.empty(g.shape, dtype=getattr(torch, g.dtype)) for g in header.layout.groups]
         self.decode_into(frame, tensors, key=key, model=model)
         return tensors
+
+    def warm_up(self, head_dim: int, dtype: str = "bfloat16") -> None:
+        """Encode and decode a tiny chunk, so that no real one waits for kernels to be compiled or loaded.
+
+        Args:
+            head_dim: Elements of the vectors to come.
+            dtype: torch name of their dtype.
+        """
+        layout = ChunkLayout((GroupLayout("kv_first", (2, 1, MEAN_MIN_TOKENS, head_dim), dtype, head_dim),))
+        chunk = torch.arange(layout.nbytes // layout.groups[0].item_size, dtype=torch.float32).remainder(17)
+        chunk[:head_dim] = 0  # zero vectors take another path through the kernels
+        self.decode(self.encode([chunk.to(getattr(torch, dtype)).reshape(layout.groups[0].shape)], layout))
 
     @staticmethod
     def inspect(frame: Any) -> FrameHeader:

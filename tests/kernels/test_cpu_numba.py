@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -31,6 +32,15 @@ NUMBA = NumbaBackend()
 GENERIC = NumbaBackend(simd=False)
 
 
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> Iterator[None]:
+    """Many small tensors: more threads only get in each other's way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @dataclass
 class Chunk:
     """Flat bits of a group, and a stream over them."""
@@ -44,10 +54,12 @@ def bits_of(x: torch.Tensor) -> np.ndarray:
     return array.view(np.uint16) if x.itemsize == 2 else array
 
 
-def chunk(P: int, T: int, J: int, D: int, dtype: str = "bfloat16", seed: int = 0, scale: float = 2.0) -> Chunk:
+def chunk(
+    planes: int, tokens: int, vectors: int, dim: int, dtype: str = "bfloat16", seed: int = 0, scale: float = 2.0
+) -> Chunk:
     """Normal vectors with a mean for every channel; contiguous."""
     random = np.random.Generator(np.random.PCG64(seed))
-    x = scale * random.standard_normal((P, T, J, D)) + 3 * random.standard_normal((J, D))
+    x = scale * random.standard_normal((planes, tokens, vectors, dim)) + 3 * random.standard_normal((vectors, dim))
     return chunk_of(torch.from_numpy(x.astype(np.float32)).to(getattr(torch, dtype)))
 
 
@@ -93,7 +105,9 @@ def test_generic_loops_over_the_whole_table(dim: int) -> None:
         assert_same(chunk(1, tokens, 2, dim, seed=bits + dim), params, GENERIC)
 
 
-@pytest.mark.parametrize(("dim", "bits"), [*product((32, 64), cpu_numba.SIMD_BITS), *product((16, 128, 256, 512), (4,))])
+@pytest.mark.parametrize(
+    ("dim", "bits"), [*product((32, 64), cpu_numba.SIMD_BITS), *product((16, 128, 256, 512), (4,))]
+)
 def test_simd_kernels_over_the_token_counts(dim: int, bits: int) -> None:
     for tokens in TOKENS:
         params = replace(DEFAULTS, bits=bits, mean=tokens >= 64, seed=tokens)
@@ -128,21 +142,24 @@ def test_qjl(dim: int) -> None:
         assert_same(chunk(1, 70, 2, dim), replace(DEFAULTS, bits=bits, rule=rule, qjl=True, mean=bits == 3))
 
 
-LAYOUTS = {  # kind: (offset, plane, token and vector stride) of K and V for L layers, T tokens, H heads of D
-    "kv_first": lambda L, T, H, D: [(kv * L * T * H * D, T * H * D, H * D, D) for kv in (0, 1)],
-    "packed": lambda L, T, H, D: [(kv * D, T * H * 2 * D, H * 2 * D, 2 * D) for kv in (0, 1)],
-    "latent": lambda L, T, H, D: [(0, T * H * D, H * D, D)],
-    "token_kv": lambda L, T, H, D: [(kv * H * D, T * H * 2 * D, H * 2 * D, D) for kv in (0, 1)],
-    "padded": lambda L, T, H, D: [(5, T * (H * D + 40) + 3, H * D + 40, D)],
-}
+def layouts(L: int, T: int, H: int, D: int) -> dict[str, list[tuple[int, int, int, int]]]:  # noqa: N803
+    """Offset, plane, token and vector stride of K and of V for L layers, T tokens, H heads of D elements."""
+    C = H * D
+    return {
+        "kv_first": [(kv * L * T * C, T * C, C, D) for kv in (0, 1)],
+        "packed": [(kv * D, T * 2 * C, 2 * C, 2 * D) for kv in (0, 1)],
+        "latent": [(0, T * C, C, D)],
+        "token_kv": [(kv * C, T * 2 * C, 2 * C, D) for kv in (0, 1)],
+        "padded": [(5, T * (C + 40) + 3, C + 40, D)],
+    }
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", layouts(1, 1, 1, 1))
 @pytest.mark.parametrize("dim", [64, 36])
 def test_layouts(kind: str, dim: int) -> None:
     L, T, H = 3, 65, 2
     flat = chunk(1, 1, 1, 2 * L * T * (H * dim + 60)).flat
-    for offset, plane, token, vector in LAYOUTS[kind](L, T, H, dim):
+    for offset, plane, token, vector in layouts(L, T, H, dim)[kind]:
         assert_same(Chunk(flat, Stream(L, T, H, dim, offset, plane, token, vector)), DEFAULTS)
 
 
@@ -212,7 +229,9 @@ def test_nan_and_inf_are_refused(backend: NumbaBackend, dtype: str, mean: bool) 
 FLOATS = st.one_of(st.floats(width=32, allow_nan=False, allow_infinity=False), st.sampled_from([0.0, -0.0, 1.0, 1e-45]))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 @given(
     data=hnp.arrays(np.float32, st.tuples(st.just(1), st.integers(1, 5), st.just(2), st.just(64)), elements=FLOATS),
     bits=st.sampled_from([2, 4]),

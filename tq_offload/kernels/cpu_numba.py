@@ -103,8 +103,11 @@ class NumbaBackend:
 
 @lru_cache(maxsize=64)
 def _signs(seed: int, dim: int) -> Array:
-    """Signs of all stages, f32 [8, D]."""
-    return np.stack([rotation.signs(seed, stage, dim) for stage in range(2 * rotation.SKETCH_STAGE)])
+    """Signs of all stages, f32 [8, D and zeros up to a multiple of eight]."""
+    table = np.zeros((2 * rotation.SKETCH_STAGE, -(-dim // 8) * 8), np.float32)
+    for stage, row in enumerate(table):
+        row[:dim] = rotation.signs(seed, stage, dim)
+    return table
 
 
 @lru_cache(maxsize=64)
@@ -121,7 +124,8 @@ def _tables(params: VectorParams, dim: int) -> tuple[Any, list[Array]]:
 
     table = cells(params.bits)
     held = [_signs(params.seed, dim), codebook.levels(params.bits), table.inside, table.base]
-    return Tables(*map(_address, held), len(table.base), np.float32(table.density)), held
+    signs, levels, inside, base = map(_address, held)
+    return Tables(signs, levels, inside, base, len(table.base), np.float32(table.density)), held
 
 
 def _simd_tables(params: VectorParams, dim: int, *, encoding: bool) -> tuple[Any, list[Array]]:

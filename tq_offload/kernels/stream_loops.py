@@ -13,21 +13,36 @@ import numpy as np
 
 from tq_offload.kernels.simd.config import Format
 from tq_offload.kernels.simd.jit import jit, kernel
-from tq_offload.kernels.simd.memory import bits_of, get, get_i32, get_u8, get_u16, put, put_u8, put_u16
+from tq_offload.kernels.simd.memory import (
+    add8,
+    bits_of,
+    get,
+    get_i32,
+    get_u8,
+    get_u16,
+    put,
+    put_u8,
+    put_u16,
+    sub8,
+    top8,
+)
 from tq_offload.kernels.vector_loops import (
     ALL_ZERO,
     NOT_FINITE,
     ONE,
     ZERO,
+    copy,
     dot,
     exponent_of,
     from_bf16,
     inverse_rotate,
     load_vector,
     pack,
+    padded,
     power_of_two,
     rotate,
     round_shift,
+    scale_vector,
     store_vector,
     to_bf16,
     unpack,
@@ -80,19 +95,22 @@ class Sketch(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Addresses of work space for one vector: f32 [D] each, `padded` up to the next power of two, `codes` u8 [D]."""
+    """Addresses of work space: f32 [padded D] each; `sums` f32 of the next power of two; `codes` u8; `means` f32
+    [J, padded D].
+    """
 
     v: int
     u: int
     t: int
     c: int
-    padded: int
+    sums: int
     codes: int
+    means: int
 
 
 class Tables(NamedTuple):
-    """Addresses of the signs, f32 [8, D] (four stages of the rotation, four of the sketch), of the levels, and of the
-    tables of `simd.cells`, with their size and density.
+    """Addresses of the signs, f32 [8, padded D] (four stages of the rotation, four of the sketch), of the levels, and of
+    the tables of `simd.cells`, with their size and density.
     """
 
     signs: int
@@ -111,9 +129,19 @@ def address(space: Any) -> Any:
 
 @jit
 def work_in(space: Any, dim: Any) -> Any:
-    """Lay out work space in f32 [8*D + 8]."""
-    at, row = address(space), 4 * dim
-    return Work(at, at + row, at + 2 * row, at + 3 * row, at + 4 * row, at + 6 * row + 32)
+    """Lay out work space in f32 [8*padded D + J*padded D]; it starts as zeros and stays finite."""
+    at, row = address(space), 4 * padded(dim)
+    return Work(at, at + row, at + 2 * row, at + 3 * row, at + 4 * row, at + 6 * row, at + 8 * row)
+
+
+@jit
+def load_means(means: Any, p: Any, vectors: Any, dim: Any, out: Any) -> None:
+    """bf16 means of plane p to rows of f32; zeros if there are none."""
+    if means:
+        for j in range(vectors):
+            for i in range(dim):
+                bits = get_u16(means, (p * vectors + j) * dim + i)
+                put(out, j * padded(dim) + i, from_bf16(bits))
 
 
 @jit
@@ -161,11 +189,11 @@ def quantise(t: Any, tables: Any, bits: Any, dim: Any, codes: Any, c: Any) -> No
     half, last = 1 << (bits - 1), tables.cells - 1
     for i in range(dim):
         x = get(t, i)
-        negative = x <= ZERO
+        negative = np.int64(x <= ZERO)
         cell = min(np.int64(abs(x) * tables.density), last)
         above = np.int64(bits_of(abs(x))) + negative > get_i32(tables.inside, cell)
-        k = get_i32(tables.base, cell) + above
-        code = half - 1 - k if negative else half + k
+        k = get_i32(tables.base, cell) + np.int64(above)
+        code = k ^ (half ^ (-negative & (2 * half - 1)))  # half + k, or half - 1 - k, without a branch
         put_u8(codes, i, np.uint8(code))
         put(c, i, get(tables.levels, code))
     for i in range(dim, (dim + 7) & ~7):
@@ -180,7 +208,7 @@ def scale_factor(rule: Any, work: Any, dim: Any) -> Any:
         top = work.t
     if rule == UNBIASED:
         bottom = work.t
-    q = dot(work.t, top, dim, work.padded) / dot(bottom, work.c, dim, work.padded)
+    q = dot(work.t, top, dim, work.sums) / dot(bottom, work.c, dim, work.sums)
     return math.sqrt(q) if rule == NORM else q
 
 
@@ -196,11 +224,10 @@ def choose(work: Any, has_mean: Any, dim: Any) -> Any:
     k, factor = 0, ONE
     for attempt in range(2):
         if attempt:
-            for i in range(dim):
-                put(work.v, i, get(work.v, i) * factor)
-                put(work.u, i, get(work.u, i) * factor)
-        nv = dot(work.v, work.v, dim, work.padded)
-        nu = dot(work.u, work.u, dim, work.padded)
+            scale_vector(work.v, factor, dim)
+            scale_vector(work.u, factor, dim)
+        nv = dot(work.v, work.v, dim, work.sums)
+        nu = dot(work.u, work.u, dim, work.sums)
         if attempt or (in_range(nv) and in_range(nu)):
             break
         k = exponent_of(work.v, work.u, dim)
@@ -210,9 +237,7 @@ def choose(work: Any, has_mean: Any, dim: Any) -> Any:
             k = 0
         factor = power_of_two(-k)
     flag = has_mean and nu < nv
-    w = work.u if flag else work.v
-    for i in range(dim):
-        put(work.t, i, get(w, i))
+    copy(work.t, work.u if flag else work.v, dim)
     return (nu if flag else nv), flag, k
 
 
@@ -222,9 +247,9 @@ def sketch_residual(work: Any, q: Any, sigma: Any, unscale: Any, sketch: Any, in
     r = work.t
     for i in range(dim):
         put(r, i, get(r, i) - q * get(work.c, i))
-    residual = math.sqrt(dot(r, r, dim, work.padded) * np.float32(1.0 / dim)) * sigma
+    residual = math.sqrt(dot(r, r, dim, work.sums) * np.float32(1.0 / dim)) * sigma
     put_u16(sketch.scales, index, to_bf16(residual * unscale))
-    rotate(r, signs + 16 * dim, dim, work.padded)
+    rotate(r, signs + 16 * padded(dim), dim, work.sums)
     for i in range((dim + 7) & ~7):
         put_u8(work.codes, i, np.uint8(i < dim and get(r, i) < ZERO))
     pack(work.codes, ONE_BIT, dim, sketch.bits + index * ((dim + 7) // 8))
@@ -235,15 +260,14 @@ def normalise(work: Any, n: Any, coding: Any, signs: Any, dim: Any) -> Any:
     """Step 4: t in work.t; returns sigma."""
     t = work.t
     sigma = math.sqrt(n * np.float32(1.0 / dim))
-    rotate(t, signs, dim, work.padded)
+    rotate(t, signs, dim, work.sums)
     inverse = ONE / (math.sqrt(n) if dim & (dim - 1) == 0 else sigma)
     top = ZERO
-    for i in range(dim):
-        top = max(top, abs(get(t, i)))
+    for i in range(0, dim, 8):
+        top = max(top, top8(t + 4 * i))
     stretch = (top * inverse) * coding.beta + coding.alpha
     inverse = inverse / stretch
-    for i in range(dim):
-        put(t, i, get(t, i) * inverse)
+    scale_vector(t, inverse, dim)
     return sigma * stretch
 
 
@@ -273,18 +297,18 @@ def encode_vector(work: Any, coding: Any, sketch: Any, index: Any, tables: Any, 
 def encode_stream(_config: Any, grid: Grid, fmt: Format, coding: Coding, sketch: Sketch | None, tables: Tables) -> bool:
     """Encode the vectors of a stream; the means are read from their section. False: an element is NaN or Inf."""
     dim = grid.dim
-    space = np.empty(8 * dim + 8, np.float32)
+    space = np.zeros((8 + grid.vectors) * padded(dim), np.float32)
     work = work_in(space, dim)
     for p in range(grid.planes):
+        load_means(coding.means, p, grid.vectors, dim, work.means)
         for n in range(grid.tokens * grid.vectors):
             index = p * grid.tokens * grid.vectors + n
             if coding.only and not get_u8(coding.only, index):
                 continue
             load_vector(address_of(grid, p, n), fmt, dim, work.v)
-            row = (p * grid.vectors + n % grid.vectors) * dim
-            for i in range(dim):
-                mean = from_bf16(get_u16(coding.means, row + i)) if coding.means else ZERO
-                put(work.u, i, get(work.v, i) - mean)
+            row = work.means + 4 * padded(dim) * (n % grid.vectors)
+            for i in range(0, dim, 8):
+                sub8(work.u + 4 * i, work.v + 4 * i, row + 4 * i)
             if not encode_vector(work, coding, sketch, index, tables, dim):
                 return False
     return True
@@ -300,7 +324,7 @@ def add_sketch(work: Any, sketch: Any, index: Any, scale: Any, signs: Any, dim: 
     unpack(sketch.bits + index * ((dim + 7) // 8), ONE_BIT, dim, work.codes)
     for i in range(dim):
         put(work.u, i, -ONE if get_u8(work.codes, i) else ONE)
-    inverse_rotate(work.u, signs + 16 * dim, dim, work.padded)
+    inverse_rotate(work.u, signs + 16 * padded(dim), dim, work.sums)
     for i in range(dim):
         put(work.t, i, get(work.t, i) + amount * get(work.u, i))
 
@@ -309,10 +333,11 @@ def add_sketch(work: Any, sketch: Any, index: Any, scale: Any, signs: Any, dim: 
 def decode_stream(_config: Any, grid: Grid, fmt: Format, coding: Coding, sketch: Sketch | None, tables: Tables) -> None:
     """Decode the vectors of a stream in place."""
     dim = grid.dim
-    space = np.empty(8 * dim + 8, np.float32)
+    space = np.zeros((8 + grid.vectors) * padded(dim), np.float32)
     work = work_in(space, dim)
     inverse_sqrt = np.float32(1.0 / math.sqrt(dim)) if dim & (dim - 1) == 0 else ONE
     for p in range(grid.planes):
+        load_means(coding.means, p, grid.vectors, dim, work.means)
         for n in range(grid.tokens * grid.vectors):
             index = p * grid.tokens * grid.vectors + n
             if coding.only and not get_u8(coding.only, index):
@@ -324,10 +349,10 @@ def decode_stream(_config: Any, grid: Grid, fmt: Format, coding: Coding, sketch:
                 put(work.t, i, get(tables.levels, get_u8(work.codes, i)))
             if sketch is not None:
                 add_sketch(work, sketch, index, scale, tables.signs, dim)
-            inverse_rotate(work.t, tables.signs, dim, work.padded)
-            gain, row = scale * inverse_sqrt, (p * grid.vectors + n % grid.vectors) * dim
-            has_mean = coding.means and bits >= np.uint16(0x8000)
-            for i in range(dim):
-                x = get(work.t, i) * gain
-                put(work.t, i, x + from_bf16(get_u16(coding.means, row + i)) if has_mean else x)
+            inverse_rotate(work.t, tables.signs, dim, work.sums)
+            scale_vector(work.t, scale * inverse_sqrt, dim)
+            if coding.means and bits >= np.uint16(0x8000):
+                row = work.means + 4 * padded(dim) * (n % grid.vectors)
+                for i in range(0, dim, 8):
+                    add8(work.t + 4 * i, work.t + 4 * i, row + 4 * i)
             store_vector(work.t, fmt, dim, address_of(grid, p, n))

@@ -1,7 +1,7 @@
 """Steps of the generic CPU loops on one vector: every dim, bits and dtype of the format, chosen at run time.
 
 Operation by operation docs/wire-format.md, sections 3 to 6, in f32 and without fast-math. Vectors are addresses of f32
-[D] unless said otherwise (see `simd.memory`).
+[D] unless said otherwise (see `simd.memory`), with room up to a multiple of eight, since whole registers are used.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from tq_offload.kernels.simd.memory import (
     get_u8,
     get_u16,
     get_u32,
+    mul8,
     put,
     put_i64,
     put_u8,
     put_u16,
-    put_u32,
+    scale8,
 )
 
 BF16_TOP = np.float32(3.3895313892515355e38)
@@ -104,8 +105,8 @@ def from_bf16(bits: Any) -> Any:
 @jit
 def dot(a: Any, b: Any, dim: Any, work: Any) -> Any:
     """hsum(a*b); `work` is f32 of the next power of two, at least 8."""
-    for i in range(dim):
-        put(work, i, get(a, i) * get(b, i))
+    for i in range(0, dim, 8):
+        mul8(work + 4 * i, a + 4 * i, b + 4 * i)
     n = 1
     while n < dim:
         n *= 2
@@ -115,7 +116,7 @@ def dot(a: Any, b: Any, dim: Any, work: Any) -> Any:
         n >>= 1
         if n >= 8:
             for i in range(0, n, 8):
-                add8(work + 4 * i, work + 4 * (i + n))
+                add8(work + 4 * i, work + 4 * i, work + 4 * (i + n))
         else:
             for i in range(n):
                 put(work, i, get(work, i) + get(work, i + n))
@@ -141,7 +142,12 @@ def fwht(a: Any, size: Any, norm: Any) -> None:
                     put(a, k, x + y)
                     put(a, k + h, x - y)
         h *= 2
-    if norm != ONE:
+    if norm == ONE:
+        return
+    if size >= 8:
+        for i in range(0, size, 8):
+            scale8(a + 4 * i, a + 4 * i, norm)
+    else:
         for i in range(size):
             put(a, i, get(a, i) * norm)
 
@@ -149,8 +155,28 @@ def fwht(a: Any, size: Any, norm: Any) -> None:
 @jit
 def flip_signs(a: Any, signs: Any, dim: Any) -> None:
     """a *= signs."""
-    for i in range(dim):
-        put(a, i, get(a, i) * get(signs, i))
+    for i in range(0, dim, 8):
+        mul8(a + 4 * i, a + 4 * i, signs + 4 * i)
+
+
+@jit
+def scale_vector(a: Any, factor: Any, dim: Any) -> None:
+    """a *= factor."""
+    for i in range(0, dim, 8):
+        scale8(a + 4 * i, a + 4 * i, factor)
+
+
+@jit
+def padded(dim: Any) -> Any:
+    """D up to a multiple of eight: the length of a row of signs, of means and of work space."""
+    return (dim + 7) & ~7
+
+
+@jit
+def copy(to: Any, source: Any, dim: Any) -> None:
+    """to = source."""
+    for i in range(0, dim, 2):
+        put_i64(to, i // 2, get_i64(source, i // 2))
 
 
 @jit
@@ -164,7 +190,7 @@ def block_of(dim: Any) -> Any:
 
 @jit
 def rotate(w: Any, signs: Any, dim: Any, work: Any) -> None:
-    """Rotation in place. signs: f32 [4, D], the stages; work: f32 [D]."""
+    """Rotation in place. signs: f32 [4, padded D], the stages; work: f32 [D]."""
     block = block_of(dim)
     if block == dim:
         flip_signs(w, signs, dim)
@@ -172,15 +198,16 @@ def rotate(w: Any, signs: Any, dim: Any, work: Any) -> None:
         return
     norm, half = np.float32(1.0 / math.sqrt(block)), (dim + 1) // 2
     for r in range(2):
-        flip_signs(w, signs + 8 * r * dim, dim)
+        flip_signs(w, signs + 8 * r * padded(dim), dim)
         fwht(w, block, norm)
-        flip_signs(w, signs + (8 * r + 4) * dim, dim)
+        flip_signs(w, signs + (8 * r + 4) * padded(dim), dim)
         fwht(w + 4 * (dim - block), block, norm)
         if r == 0:
-            for i in range(dim):
-                put(work, i, get(w, i))
-            for i in range(dim):
-                put(w, i // 2 + half * (i & 1), get(work, i))
+            copy(work, w, dim)
+            for i in range(half):
+                put(w, i, get(work, 2 * i))
+            for i in range(dim // 2):
+                put(w, half + i, get(work, 2 * i + 1))
 
 
 @jit
@@ -194,14 +221,15 @@ def inverse_rotate(y: Any, signs: Any, dim: Any, work: Any) -> None:
     norm, half = np.float32(1.0 / math.sqrt(block)), (dim + 1) // 2
     for r in range(1, -1, -1):
         fwht(y + 4 * (dim - block), block, norm)
-        flip_signs(y, signs + (8 * r + 4) * dim, dim)
+        flip_signs(y, signs + (8 * r + 4) * padded(dim), dim)
         fwht(y, block, norm)
-        flip_signs(y, signs + 8 * r * dim, dim)
+        flip_signs(y, signs + 8 * r * padded(dim), dim)
         if r == 1:
-            for i in range(dim):
-                put(work, i, get(y, i))
-            for i in range(dim):
-                put(y, i, get(work, i // 2 + half * (i & 1)))
+            copy(work, y, dim)
+            for i in range(half):
+                put(y, 2 * i, get(work, i))
+            for i in range(dim // 2):
+                put(y, 2 * i + 1, get(work, half + i))
 
 
 @jit

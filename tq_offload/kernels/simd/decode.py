@@ -17,7 +17,7 @@ from tq_offload.kernels.simd.vector import FV, I8, IV, LANES, Lanes, gather
 __all__ = ["decode_vector"]
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def decode_vector(
     _context: Any, config: Any, _codes: Any, _gain: Any, _mean: Any, _signs: Any, _levels: Any, _out: Any
 ) -> Any:

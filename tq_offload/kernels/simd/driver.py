@@ -47,9 +47,7 @@ def load_means(means: Any, p: Any, size: Any, out: Any) -> None:
 
 
 @kernel
-def simd_decode_stream(
-    config: Any, grid: Any, fmt: Format | None, coding: Any, tables: SimdTables, left: int
-) -> int:
+def simd_decode_stream(config: Any, grid: Any, fmt: Format | None, coding: Any, tables: SimdTables, left: int) -> int:
     """Decode a stream in place.
 
     Args:
@@ -136,9 +134,7 @@ def plane_means(config: Any, grid: Any, fmt: Any, means: Any, p: Any, sums: Any,
 
 
 @kernel
-def simd_encode_stream(
-    config: Any, grid: Any, fmt: Format | None, coding: Any, tables: SimdTables, left: int
-) -> int:
+def simd_encode_stream(config: Any, grid: Any, fmt: Format | None, coding: Any, tables: SimdTables, left: int) -> int:
     """Encode a stream: means and vectors. Arguments as for `simd_decode_stream`.
 
     Returns:

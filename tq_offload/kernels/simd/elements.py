@@ -105,7 +105,7 @@ def _by_kind(builder: Any, kind: Any, emit: Callable[[Format], None]) -> None:
     builder.position_at_end(end)
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def widen16(_context: Any, _source: Any, _kind: Any, _out: Any) -> Any:
     """(source, `Format.kind`, out): sixteen elements to f32; NaN and Inf to something not finite."""
 
@@ -123,7 +123,7 @@ def widen16(_context: Any, _source: Any, _kind: Any, _out: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def narrow16(_context: Any, _values: Any, _kind: Any, _out: Any) -> Any:
     """(values, `Format.kind`, out): sixteen f32 clamped, rounded and stored."""
 

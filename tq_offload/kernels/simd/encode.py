@@ -26,7 +26,7 @@ def _emitter(context: Any, builder: Any, config: Any) -> tuple[Lanes, KernelConf
     return Lanes(context, builder, config.config.permute), config.config
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def add_elements(_context: Any, config: Any, _source: Any, _sums: Any) -> Any:
     """(config, source, sums): add the elements of a vector to f32 [D] at `sums`, paired."""
 
@@ -41,7 +41,7 @@ def add_elements(_context: Any, config: Any, _source: Any, _sums: Any) -> Any:
     return types.void(config, types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def squared_norms(_context: Any, config: Any, _source: Any, _mean: Any, _out: Any) -> Any:
     """(config, source, mean f32 [D] paired, out): hsum(v*v) and hsum((v - mean)**2) to f32 [2] at `out`."""
 
@@ -64,7 +64,7 @@ def squared_norms(_context: Any, config: Any, _source: Any, _mean: Any, _out: An
     return types.void(config, types.int64, types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def rotate(_context: Any, config: Any, _source: Any, _mean: Any, _signs: Any, _out: Any) -> Any:
     """(config, source, mean f32 [D] paired, signs u32 [D] paired, out) -> max |y|.
 
@@ -106,7 +106,7 @@ def _transform(v: Lanes, regs: list[Any]) -> list[Any]:
     return tile.regs
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def quantise(
     _context: Any, config: Any, _y: Any, _inverse: Any, _inside: Any, _base: Any, _levels: Any, _codes: Any, _out: Any
 ) -> Any:
@@ -165,9 +165,7 @@ def _quantised(v: Lanes, bits: int, t: Any, inside: Any, base: Any, levels: Any)
 def _pack(v: Lanes, bits: int, codes: list[Any], address: Any, offset: int) -> None:
     """Pack up to four registers of eight codes: one 64-bit lane for each, squeezed in three steps."""
     while len(codes) > 1:
-        codes = [
-            v.shuffle(a, b, list(range(2 * a.type.count))) for a, b in zip(codes[0::2], codes[1::2], strict=True)
-        ]
+        codes = [v.shuffle(a, b, list(range(2 * a.type.count))) for a, b in zip(codes[0::2], codes[1::2], strict=True)]
     count = codes[0].type.count
     packed = v.b.bitcast(v.b.trunc(codes[0], ir.VectorType(I8, count)), ir.VectorType(I64, count // 8))
     for width in (8, 16, 32) if bits < 8 else ():
@@ -183,4 +181,3 @@ def _pack(v: Lanes, bits: int, codes: list[Any], address: Any, offset: int) -> N
 
 def _splat64(typ: Any, value: int) -> Any:
     return ir.Constant(typ, [ir.Constant(I64, value)] * typ.count)
-

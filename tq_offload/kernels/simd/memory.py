@@ -14,8 +14,8 @@ from numba.extending import intrinsic
 from tq_offload.kernels.simd.vector import F32, FV, I8, I16, I32, I64, Lanes
 
 __all__ = [
-    "add8", "bits_of", "butterfly8", "butterfly_lanes", "f32_of", "get", "get_i32", "get_i64", "get_u8", "get_u16", "get_u32", "put",
-    "put_i64", "put_u8", "put_u16", "put_u32",
+    "add8", "bits_of", "butterfly8", "butterfly_lanes", "f32_of", "get", "get_i32", "get_i64", "get_u8", "get_u16",
+    "get_u32", "mul8", "put", "put_i64", "put_u8", "put_u16", "put_u32", "scale8", "sub8", "top8",
 ]  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def _getter(llvm_type: Any, numba_type: Any, size: int) -> Any:
 
     def typing(_context: Any, _address: Any, _index: Any) -> Any:
         def codegen(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-            return Lanes(context, builder, permute=False).load(_element(builder, *args, size), 0, llvm_type)
+            return Lanes(context, builder, permute=False).load(_element(builder, args[0], args[1], size), 0, llvm_type)
 
         return numba_type(types.int64, types.int64), codegen
 
@@ -57,7 +57,7 @@ get_i64, put_i64 = _getter(I64, types.int64, 8), _putter(types.int64, 8)
 get_u32, put_u32 = _getter(I32, types.uint32, 4), _putter(types.uint32, 4)
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def f32_of(_context: Any, _bits: Any) -> Any:
     """F32 of its bits, u32."""
 
@@ -67,7 +67,7 @@ def f32_of(_context: Any, _bits: Any) -> Any:
     return types.float32(types.uint32), codegen
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def bits_of(_context: Any, _value: Any) -> Any:
     """Bits of an f32, as u32."""
 
@@ -77,7 +77,7 @@ def bits_of(_context: Any, _value: Any) -> Any:
     return types.uint32(types.float32), codegen
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def butterfly_lanes(_context: Any, _address: Any) -> Any:
     """Strides 1, 2 and 4 of the transform on eight f32 at an address, in place."""
 
@@ -94,7 +94,7 @@ def butterfly_lanes(_context: Any, _address: Any) -> Any:
     return types.void(types.int64), codegen
 
 
-@intrinsic  # type: ignore[misc]
+@intrinsic
 def butterfly8(_context: Any, _first: Any, _second: Any) -> Any:
     """(a, b) = (a + b, a - b) on eight f32 at each of two addresses, in place."""
 
@@ -108,13 +108,41 @@ def butterfly8(_context: Any, _first: Any, _second: Any) -> Any:
     return types.void(types.int64, types.int64), codegen
 
 
-@intrinsic  # type: ignore[misc]
-def add8(_context: Any, _first: Any, _second: Any) -> Any:
-    """a += b on eight f32 at each of two addresses."""
+def _combine(operation: str) -> Any:
+    """(out, a, b): out = a <operation> b on eight f32 at each of three addresses."""
+
+    def typing(_context: Any, _out: Any, _a: Any, _b: Any) -> Any:
+        def codegen(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+            v = Lanes(context, builder, permute=False)
+            v.store(getattr(builder, operation)(v.load(args[1], 0, FV), v.load(args[2], 0, FV)), args[0], 0)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64), codegen
+
+    return intrinsic(typing)
+
+
+add8, sub8, mul8 = _combine("fadd"), _combine("fsub"), _combine("fmul")
+
+
+@intrinsic
+def scale8(_context: Any, _out: Any, _a: Any, _factor: Any) -> Any:
+    """(out, a, factor): out = a * factor on eight f32."""
 
     def codegen(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
         v = Lanes(context, builder, permute=False)
-        v.store(builder.fadd(v.load(args[0], 0, FV), v.load(args[1], 0, FV)), args[0], 0)
+        v.store(builder.fmul(v.load(args[1], 0, FV), v.broadcast(args[2])), args[0], 0)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64), codegen
+    return types.void(types.int64, types.int64, types.float32), codegen
+
+
+@intrinsic
+def top8(_context: Any, _a: Any) -> Any:
+    """Largest magnitude of eight f32 at an address."""
+
+    def codegen(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        v = Lanes(context, builder, permute=False)
+        return v.horizontal_maximum(v.absolute(v.load(args[0], 0, FV)))
+
+    return types.float32(types.int64), codegen

@@ -11,7 +11,7 @@ from typing import Any
 
 from llvmlite import ir
 
-__all__ = ["F32", "FV", "I16", "I32", "I64", "I8", "IV", "LANES", "Lanes", "gather", "halving_tree"]
+__all__ = ["F32", "FV", "I8", "I16", "I32", "I64", "IV", "LANES", "Lanes", "gather", "halving_tree"]
 
 LANES = 8
 F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -141,7 +141,9 @@ class Lanes:
 
     def horizontal_sums(self, a: Any, b: Any) -> tuple[Any, Any]:
         """Sums of the lanes of a and of b by halving, as scalars."""
-        x = self.b.fadd(self.shuffle(a, b, [0, 1, 2, 3, 8, 9, 10, 11]), self.shuffle(a, b, [4, 5, 6, 7, 12, 13, 14, 15]))
+        x = self.b.fadd(
+            self.shuffle(a, b, [0, 1, 2, 3, 8, 9, 10, 11]), self.shuffle(a, b, [4, 5, 6, 7, 12, 13, 14, 15])
+        )
         for step in (2, 1):
             x = self.b.fadd(x, self.shuffle(x, x, [(i + step) & 3 | i & 4 for i in range(LANES)]))
         return self.lane(x, 0), self.lane(x, 4)
