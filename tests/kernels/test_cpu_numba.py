@@ -1,10 +1,13 @@
 """The numba backend writes the reference's bytes: means, scales, codes, sketch, and decoded bits."""
 
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +30,7 @@ RULES = ("lsq", "norm", "unbiased")
 DEFAULTS = VectorParams("bfloat16", 4, 0, "lsq", mean=True, fit_range=True, qjl=False)
 BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.float32}
 
+ROOT = Path(__file__).parents[2]
 REFERENCE = ReferenceBackend()
 NUMBA = NumbaBackend()
 GENERIC = NumbaBackend(simd=False)
@@ -142,7 +146,7 @@ def test_qjl(dim: int) -> None:
         assert_same(chunk(1, 70, 2, dim), replace(DEFAULTS, bits=bits, rule=rule, qjl=True, mean=bits == 3))
 
 
-def layouts(L: int, T: int, H: int, D: int) -> dict[str, list[tuple[int, int, int, int]]]:  # noqa: N803
+def layouts(L: int, T: int, H: int, D: int) -> dict[str, list[tuple[int, int, int, int]]]:
     """Offset, plane, token and vector stride of K and of V for L layers, T tokens, H heads of D elements."""
     C = H * D
     return {
@@ -260,7 +264,7 @@ def test_select_tree_and_permute_are_different_code() -> None:
 
     for permute in (True, False):
         assert_same(chunk(1, 70, 2, 64), replace(DEFAULTS, bits=3), NumbaBackend(permute=permute))
-    configs = {signature[0].config for signature in simd_decode_stream.signatures}
+    configs = {signature[0].config for signature in simd_decode_stream.dispatcher.signatures}
     assert {KernelConfig(64, 3, permute=p) for p in (True, False)} <= configs
 
 
@@ -318,6 +322,53 @@ def test_sections_that_do_not_fit_are_refused(name: str) -> None:
         for call in (NUMBA.encode, NUMBA.decode):
             with pytest.raises(LayoutError, match=name):
                 call(c.flat, c.stream, DEFAULTS, replace(good, **{name: bad}))
+
+
+IMPORTS_ONLY = """
+import sys, torch
+import tq_offload.codec, tq_offload.kernels.cpu_numba
+tq_offload.kernels.get_backend("numba")
+assert not any(m in sys.modules for m in ("numba", "llvmlite"))
+"""
+DECODE_ONCE = """
+import numpy as np
+from tq_offload.kernels import Sections, Stream, VectorParams, get_backend
+scales, codes = np.full((1, 2, 1), 0x3F80, np.uint16), np.full((1, 2, 1, 2), 0xA5, np.uint8)
+out = np.zeros(32, np.uint16)
+params = VectorParams("bfloat16", 1, 0, "lsq", False, True, False)
+get_backend("numba").decode(out, Stream(1, 2, 1, 16, 0, 32, 16, 16), params, Sections(None, scales, codes, None, None))
+assert out.any()
+"""
+
+
+def run_python(code: str, **env: str) -> str:
+    """Run in a new process; returns what it logged."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT), **env}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_importing_and_choosing_compile_nothing() -> None:
+    run_python(IMPORTS_ONLY)
+
+
+def test_cache_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    run_python(DECODE_ONCE, NUMBA_CACHE_DIR=str(tmp_path / "file" / "cache"))
+
+
+def test_compiled_kernels_are_kept_and_damage_is_survived(tmp_path: Path) -> None:
+    env = {"NUMBA_CACHE_DIR": str(tmp_path)}
+    run_python(DECODE_ONCE, **env)
+    first = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb*")}
+    assert len(first) == 2  # one index, one version
+    run_python(DECODE_ONCE, **env)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nb*")} == first
+    for path in first:
+        path.write_bytes(path.read_bytes()[:100])
+    assert "cache of simd_decode_stream is not used" in run_python(DECODE_ONCE, **env)
 
 
 def test_two_threads_at_once() -> None:

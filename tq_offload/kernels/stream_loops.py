@@ -109,8 +109,8 @@ class Work(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Addresses of the signs, f32 [8, padded D] (four stages of the rotation, four of the sketch), of the levels, and of
-    the tables of `simd.cells`, with their size and density.
+    """Addresses of the signs, f32 [8, padded D] (four stages of the rotation, four of the sketch), of the levels and
+    of the tables of `simd.cells`, with their size and density.
     """
 
     signs: int
