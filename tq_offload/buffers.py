@@ -12,9 +12,12 @@ from tq_offload.errors import LayoutError
 from tq_offload.frame import Section
 from tq_offload.layout import GroupLayout, Stream
 
-__all__ = ["aligned", "as_bytes", "flat_bits", "grid_view", "section_view"]
+__all__ = ["Array", "aligned", "all_finite", "as_bytes", "flat_bits", "grid_view", "section_view"]
 
 Array = npt.NDArray[Any]
+
+# Bits that are all set in NaN and Inf, by dtype. e4m3fn has no Inf, and one NaN of each sign.
+_NON_FINITE = {"bfloat16": 0x7F80, "float16": 0x7C00, "float8_e4m3fn": 0x7F, "float8_e5m2": 0x7C}
 
 _BIT_VIEWS = {2: torch.int16, 4: torch.float32, 1: torch.uint8}
 
@@ -48,6 +51,19 @@ def flat_bits(tensor: torch.Tensor, group: GroupLayout) -> Array:
         return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
     array: Array = flat.view(_BIT_VIEWS[group.item_size]).numpy()
     return array.view(np.uint16) if group.item_size == 2 else array
+
+
+def all_finite(bits: Array, dtype: str) -> bool:
+    """True if no element is NaN or Inf.
+
+    Args:
+        bits: Elements as `flat_bits` gives them, of any shape.
+        dtype: Their torch name, one of `layout.CODED_DTYPES`.
+    """
+    if dtype == "float32":
+        return bool(np.isfinite(bits).all())
+    mask = bits.dtype.type(_NON_FINITE[dtype])
+    return not bool(((bits & mask) == mask).any())
 
 
 def section_view(frame: Array, section: Section, dtype: Any) -> Array:

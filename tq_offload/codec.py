@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tq_offload.buffers import Array, aligned, as_bytes, flat_bits, grid_view, section_view
-from tq_offload.errors import FrameContentError, FrameMismatchError, LayoutError, TQOffloadError
+from tq_offload.buffers import Array, aligned, all_finite, as_bytes, flat_bits, grid_view, section_view
+from tq_offload.errors import FrameContentError, FrameMismatchError, LayoutError, NonFiniteError, TQOffloadError
 from tq_offload.frame import (
     UNBOUND,
     FrameHeader,
@@ -119,6 +119,8 @@ class TurboQuantCodec:
             for grid in plan.raw:
                 raw[at : at + grid.planes] = grid_view(flat, grid)
                 at += grid.planes
+            if not all_finite(raw, group.dtype):
+                raise NonFiniteError("NaN or Inf in a protected layer of the KV chunk")
 
     def decode_into(
         self,

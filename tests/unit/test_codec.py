@@ -157,6 +157,18 @@ def test_nan_in_fp8_is_refused(backend: str) -> None:
         TurboQuantCodec(backend=backend).encode([y], layout_of(y, head_dim=64))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2"])
+def test_nan_in_a_protected_layer_is_refused(dtype: str) -> None:
+    x = make_tensor((2, 3, 4, 64), getattr(torch, dtype))
+    codec = TurboQuantCodec(CodecSpec(protect_first=1), "reference")
+    codec.encode([x], layout_of(x, head_dim=64))
+    for bad in (float("nan"), float("-inf")) if dtype != "float8_e4m3fn" else (float("nan"),):
+        y = x.float()
+        y[1, 0, 3, 5] = bad
+        with pytest.raises(NonFiniteError):
+            codec.encode([y.to(x.dtype)], layout_of(x, head_dim=64))
+
+
 def test_special_vectors_leave_their_neighbours_alone(backend: str) -> None:
     x = make_tensor((2, 1, 70, 4 * 64))
     codec = TurboQuantCodec(CodecSpec(mean=False), backend)
