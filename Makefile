@@ -2,6 +2,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-builtin-rules
+unexport PYTHONDONTWRITEBYTECODE # many processes import torch and vLLM: let the first one keep what it compiled
 
 ifdef TQ_PYTHON
 PYTHON := $(TQ_PYTHON)
