@@ -13,6 +13,7 @@ __all__ = ["CODED_DTYPES", "KINDS", "MAX_HEAD_DIM", "ChunkLayout", "GroupLayout"
 KINDS = ("kv_first", "packed", "latent", "kv_token", "token_kv", "opaque")
 MAX_HEAD_DIM = 1024
 MAX_RANK = 8
+MAX_SIZE = 1 << 40  # of a dimension
 CODED_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 
 _ITEM_SIZES = {
@@ -81,7 +82,9 @@ class GroupLayout:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise LayoutError(f"unknown layout kind {self.kind!r}; known: {', '.join(KINDS)}")
-        if len(self.shape) > MAX_RANK or any(n < 0 for n in self.shape):
+        if any(type(n) is not int for n in (*self.shape, self.head_dim)):
+            raise LayoutError(f"shape {self.shape} and head_dim {self.head_dim!r} must be integers")
+        if len(self.shape) > MAX_RANK or any(not 0 <= n <= MAX_SIZE for n in self.shape):
             raise LayoutError(f"shape {self.shape} is not a tensor of at most {MAX_RANK} dimensions")
         if self.dtype not in _ITEM_SIZES:
             raise LayoutError(f"dtype {self.dtype!r} is not supported; supported: {', '.join(_ITEM_SIZES)}")

@@ -100,10 +100,6 @@ def _choose(v: torch.Tensor, u: torch.Tensor | None) -> tuple[torch.Tensor, torc
 def _rescaled(v: torch.Tensor, u: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Step 2 for vectors whose squared norm leaves the safe range: (w, n, flag, k)."""
     top = v.abs().amax(dim=-1)
-    if u is not None:
-        sound = torch.isfinite(u).all(dim=-1)
-        u = torch.where(sound[:, None], u, v)
-        top = torch.maximum(top, u.abs().amax(dim=-1))
     exponent = torch.frexp(top.clamp_min(2.0**-149))[1].to(torch.int32) - 1
     k = exponent.clamp(-126, 126)
     factor = _power_of_two(-k)[:, None]

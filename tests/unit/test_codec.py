@@ -214,6 +214,18 @@ def test_a_mean_that_overflows_is_left_out(backend: str) -> None:
     assert relative_mse(y.double() / 3e38, x.double() / 3e38) < 0.02
 
 
+@pytest.mark.parametrize("huge", [1e20, 1e24, 1e26, 3e38])
+def test_a_huge_token_does_not_silence_the_others(backend: str, huge: float) -> None:
+    # It spoils the mean of every channel; the other vectors must then be coded without it.
+    x = make_tensor((2, 2, 70, 128))
+    x[:, :, 3] = huge
+    codec = TurboQuantCodec(backend=backend)
+    (y,) = codec.decode(codec.encode([x], layout_of(x, head_dim=64)))
+    others = [t for t in range(70) if t != 3]
+    assert relative_mse(y[:, :, others], x[:, :, others]) < 0.009
+    assert relative_mse(y[:, :, 3].double() / huge, x[:, :, 3].double() / huge) < 0.02
+
+
 def test_norms_above_fp16_range(backend: str) -> None:
     x = make_tensor((2, 2, 70, 128)) * 3e4
     codec = TurboQuantCodec(backend=backend)

@@ -111,6 +111,10 @@ def test_safe_dim(channels: int, dim: int) -> None:
         ("opaque", (L, T, 64), "int4", 0),
         ("opaque", (-1, T), "uint8", 0),
         ("opaque", (1,) * 9, "uint8", 0),
+        ("opaque", (1 << 41, 0), "uint8", 0),
+        ("latent", (L, T, 64.0), "bfloat16", 64),
+        ("latent", (L, T, 64), "bfloat16", 64.0),
+        ("latent", (L, T, 64), "bfloat16", True),
     ],
 )
 def test_what_does_not_fit_is_refused(kind: str, shape: tuple[int, ...], dtype: str, dim: int) -> None:

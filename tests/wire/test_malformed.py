@@ -153,6 +153,8 @@ SPEC, GROUP = HEADER["spec"], HEADER["groups"][0]
         (changed(groups=[{**GROUP, "shape": [2, 1, 3.0, 32]}]), FrameHeaderError),
         (changed(groups=[{**GROUP, "shape": [2, True, 3, 32]}]), FrameHeaderError),
         (changed(groups=[{**GROUP, "shape": [2, 1 << 40, 1 << 40, 32]}]), FrameHeaderError),
+        (changed(groups=[{**GROUP, "shape": [2, 1 << 62, 0, 32]}]), FrameHeaderError),
+        (changed(groups=[{**GROUP, "shape": [2, 1 << 63, 0, 32]}]), FrameHeaderError),
         (changed(groups=[{**GROUP, "shape": [1] * 9}]), FrameHeaderError),
         (changed(groups=[{**GROUP, "shape": [2, 1, 0, 32]}]), FrameLengthError),
     ],

@@ -230,7 +230,7 @@ def choose(work: Any, has_mean: Any, dim: Any) -> Any:
         nu = dot(work.u, work.u, dim, work.sums)
         if attempt or (in_range(nv) and in_range(nu)):
             break
-        k = exponent_of(work.v, work.u, dim)
+        k = exponent_of(work.v, dim)
         if k == NOT_FINITE:
             return ZERO, False, k
         if k == ALL_ZERO:

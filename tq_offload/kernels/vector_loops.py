@@ -283,25 +283,17 @@ def unpack(address: Any, bits: Any, dim: Any, codes: Any) -> None:
 
 
 @jit
-def exponent_of(v: Any, u: Any, dim: Any) -> Any:
-    """Step 2 of section 5: k, or ALL_ZERO, or NOT_FINITE.
-
-    A `u` that is not finite is set to `v`, which turns the mean off for the vector.
-    """
-    top_v, top_u = ZERO, ZERO
+def exponent_of(v: Any, dim: Any) -> Any:
+    """Step 2 of section 5: k, or ALL_ZERO, or NOT_FINITE."""
+    top, finite = ZERO, ZERO
     for i in range(dim):
-        top_v += abs(get(v, i)) * ZERO  # NaN if the element is not finite
-        top_u += abs(get(u, i)) * ZERO
-    if top_v != ZERO:
+        finite += abs(get(v, i)) * ZERO  # NaN if the element is not finite
+        top = max(top, abs(get(v, i)))
+    if finite != ZERO:
         return NOT_FINITE
-    if top_u != ZERO:
-        for i in range(dim):
-            put(u, i, get(v, i))
-    for i in range(dim):
-        top_v = max(top_v, max(abs(get(v, i)), abs(get(u, i))))
-    if top_v == ZERO:
+    if top == ZERO:
         return ALL_ZERO
-    return min(max(np.int64(bits_of(top_v) >> np.uint32(23)) - 127, -126), 126)
+    return min(max(np.int64(bits_of(top) >> np.uint32(23)) - 127, -126), 126)
 
 
 @jit
