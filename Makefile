@@ -31,8 +31,8 @@ demo: $(READY) ## Real vLLM and LMCache: bytes on disk and time to first token f
 demo-short: $(READY) ## The same with naive and turboquant only; what CI runs
 	$(PYTHON) -m benchmarks.demo --short $(DEMO_ARGS)
 
-bench-codec: $(READY) ## Speed of the codec beside LMCache's fp8 and memcpy, one thread (BENCH_ARGS="--json out.json")
-	$(PYTHON) -m benchmarks.bench_codec $(BENCH_ARGS)
+bench-codec: $(READY) ## Speed of the codec beside LMCache's fp8 and memcpy, one thread; fails below 4x and 0.3x (BENCH_ARGS="--json out.json")
+	$(PYTHON) -m benchmarks.bench_codec --check $(BENCH_ARGS)
 
 test: check ## Everything CI tests: `make check`, then pytest (PYTEST_ARGS="-k frame")
 	$(PYTHON) -m pytest $(PYTEST_ARGS)
