@@ -149,6 +149,13 @@ def relative_mse(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(((found - wanted) ** 2).sum() / (wanted**2).sum())
 
 
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+
+
 def wait_for(condition: Any, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
@@ -161,7 +168,7 @@ def wait_for(condition: Any, seconds: float = 60.0) -> None:
 def tools() -> SimpleNamespace:
     """Helpers for tests that pytest imports without a package."""
     return SimpleNamespace(
-        allocate=allocate, fill=fill, key_like=key_like, make_keys=make_keys, relative_mse=relative_mse,
+        allocate=allocate, fill=fill, flip=flip, key_like=key_like, make_keys=make_keys, relative_mse=relative_mse,
         wait_for=wait_for, SHAPE=SHAPE, D=D, CONFIG=CONFIG,
     )  # fmt: skip
 

@@ -217,3 +217,39 @@ def test_importing_the_package_is_free_of_lmcache(folder: Path) -> None:
     )
     result = _run(code, folder, {})
     assert result.stdout.strip() == "[]", result.stderr
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_bad_setting_of_an_adapter_s_serde_stops_the_start_in_one_line(folder: Path, count: int) -> None:
+    code = (
+        "import tq_offload.integrations.lmcache.activation as a; a.activate_or_exit()\n"
+        "from lmcache.v1.distributed.config import parse_args\n"
+        'specs = [\'{"type": "fs", "base_path": "x"}\'] * ' + str(count - 1) + "\n"
+        'specs += [\'{"type": "fs", "base_path": "x", "serde": {"type": "tq_offload", "bits": 9}}\']\n'
+        "args = ['--l1-size-gb', '0.05', '--eviction-policy', 'LRU']\n"
+        "parse_args(args + [x for spec in specs for x in ('--l2-adapter', spec)])"
+    )
+    result = _run(code, folder, {"LMCACHE_SERDE": "turboquant"})
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == (
+        "TQ-Offload: cannot start: serde.bits=9 is not understood; allowed: an integer from 1 to 8"
+    )
+    assert "Traceback" not in result.stderr
+
+
+def test_in_process_mode_is_not_silent(folder: Path) -> None:
+    """Any module of that name will do: what counts is that the import is seen."""
+    package = folder / "in_process" / "lmcache_fake"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.py").write_text("")
+    (package / "vllm_v1_adapter.py").write_text("")
+    code = (
+        f"import sys; sys.path.insert(0, {str(package.parent)!r})\n"
+        "import tq_offload.integrations.lmcache.activation as a\n"
+        "assert a.IN_PROCESS == 'lmcache.integration.vllm.vllm_v1_adapter'\n"
+        "a.IN_PROCESS = 'lmcache_fake.vllm_v1_adapter'; a.activate_or_exit(); a.activate_or_exit()\n"
+        "import lmcache_fake.vllm_v1_adapter"
+    )
+    result = _run(code, folder, {"LMCACHE_SERDE": "turboquant"})
+    assert result.returncode == 0, result.stderr
+    assert (result.stdout + result.stderr).count("nothing in that in-process mode") == 1

@@ -93,59 +93,6 @@ def test_a_corrupt_entry_is_gone_before_its_miss_is_reported(
     assert not path.exists()
 
 
-def test_repair_can_be_turned_off(make_tier: Any, model: str, tools: Any, counted: Any) -> None:
-    tier = make_tier(repair=False)
-    keys = tools.make_keys(model, 2)
-    objects = tier.objects(keys)
-    tools.fill(objects)
-    assert tier.store(keys, objects)
-    _damage(tier.file_of(keys[1]), "flip", b"")
-    assert tier.load(keys, tier.objects(keys)) == [True, False]
-    assert tier.load(keys, tier.objects(keys)) == [True, False]
-    assert counted("repairs") == 0
-    assert tier.file_of(keys[1]).exists()
-
-
-def test_an_outage_does_not_empty_the_tier(tier: Any, model: str, tools: Any, counted: Any) -> None:
-    keys = tools.make_keys(model, 3)
-    objects = tier.objects(keys)
-    tools.fill(objects)
-    assert tier.store(keys, objects)
-    for path in tier.files():
-        path.rename(path.with_suffix(".away"))
-    for _ in range(3):  # nothing is delivered, as with a network that is down
-        assert tier.load(keys, tier.objects(keys)) == [False] * 3
-    for path in tier.folder.glob("*.away"):
-        path.rename(path.with_suffix(".data"))
-    assert tier.load(keys, tier.objects(keys)) == [True] * 3
-    assert counted("repairs") == 0
-
-
-def test_a_store_cancels_a_queued_delete(model: str, tools: Any) -> None:
-    import threading
-
-    from tq_offload.integrations.lmcache.repair import Repairer
-
-    first, second = tools.make_keys(model, 2)
-    deleted, release, started = [], threading.Event(), threading.Event()
-
-    def slow_delete(keys: list[Any]) -> None:
-        started.set()
-        release.wait(10)
-        deleted.extend(keys)
-
-    repairer = Repairer(slow_delete)
-    done = repairer.submit(first, "checksum")
-    cancelled = repairer.submit(second, "checksum")
-    assert started.wait(10)
-    repairer.cancel([second])
-    assert cancelled.is_set()
-    release.set()
-    assert done.wait(10)
-    repairer.close()
-    assert deleted == [first]
-
-
 def test_a_refused_chunk_does_not_take_its_batch_along(tier: Any, model: str, tools: Any, counted: Any) -> None:
     keys = tools.make_keys(model, 4)
     objects = tier.objects(keys)

@@ -158,3 +158,30 @@ def test_configs_are_found_locally_only(tmp_path: Path, monkeypatch: pytest.Monk
     (refs / "main").write_text("abc")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
     assert load_geometry("org/name") == geometry_of(LLAMA)
+
+
+@pytest.mark.parametrize(("dtype", "text"), [(torch.uint8, "set TQ_OFFLOAD_UINT8_AS"), (torch.int8, "no codec")])
+def test_kv_of_one_byte_that_is_stored_as_it_is_is_said_once_for_each_model(
+    dtype: torch.dtype, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from tq_offload.integrations.lmcache.log import logger
+
+    logger().addHandler(caplog.handler)
+    try:
+        resolver = LayoutResolver(load=lambda name: geometry_of(LLAMA))
+        resolver.models_known = True
+        for model in ("a", "b"):
+            for tokens in (256, 128):
+                shapes = [(2, 32, tokens, 1024), (32, tokens, 2048)]
+                resolver.resolve(shapes, [dtype] * 2, SimpleNamespace(model_name=model, kv_rank=1 << 24))
+        resolver.resolve([(64,)], [dtype], SimpleNamespace(model_name="c", kv_rank=1 << 24))
+        told = LayoutResolver(uint8_as="float8_e4m3fn", load=lambda name: geometry_of(LLAMA))
+        told.resolve([(2, 32, 256, 1024)], [torch.uint8])
+    finally:
+        logger().removeHandler(caplog.handler)
+    messages = [r.getMessage() for r in caplog.records if "stored as they are" in r.getMessage()]
+    assert len(messages) == 2
+    assert all(f"of model {model!r}" in message for model, message in zip("ab", messages, strict=True))
+    assert all(text in message for message in messages)
+    if dtype == torch.uint8:
+        assert "float8_e4m3fn or float8_e5m2" in messages[0]

@@ -171,15 +171,22 @@ def test_the_module_starts_the_server_without_any_setting(folder: Path, engine: 
 
 
 @pytest.mark.parametrize(
-    ("env", "text"),
+    ("env", "serde", "text"),
     [
-        ({"LMCACHE_SERDE": "turbo"}, "LMCACHE_SERDE='turbo' is not understood; allowed: turboquant"),
-        ({"LMCACHE_SERDE": "turboquant", "TQ_OFFLOAD_BITS": "9"}, "TQ_OFFLOAD_BITS"),
-        ({"LMCACHE_SERDE": "turboquant", "TQ_OFFLOAD_BIT": "4"}, "TQ_OFFLOAD_BIT='4' is not understood"),
+        ({"LMCACHE_SERDE": "turbo"}, {}, "LMCACHE_SERDE='turbo' is not understood; allowed: turboquant"),
+        ({"LMCACHE_SERDE": "turboquant", "TQ_OFFLOAD_BITS": "9"}, {}, "TQ_OFFLOAD_BITS"),
+        ({"LMCACHE_SERDE": "turboquant", "TQ_OFFLOAD_BIT": "4"}, {}, "TQ_OFFLOAD_BIT='4' is not understood"),
+        (
+            {"LMCACHE_SERDE": "turboquant"},
+            {"serde": {"type": "tq_offload", "bits": 9}},
+            "TQ-Offload: cannot start: serde.bits=9 is not understood; allowed: an integer from 1 to 8",
+        ),
     ],
 )
-def test_what_is_not_understood_stops_the_server(folder: Path, env: dict[str, str], text: str) -> None:
-    server = Server(folder, [], env)
+def test_what_is_not_understood_stops_the_server(
+    folder: Path, env: dict[str, str], serde: dict[str, Any], text: str
+) -> None:
+    server = Server(folder, [{"type": "fs", "base_path": str(folder / "never"), **serde}], env)
     assert server.process.wait(60) == 1
     assert text in server.log()
     assert "Traceback" not in server.log()

@@ -2,7 +2,8 @@
 
 In the server two names of `lmcache.v1.distributed.storage_manager` are replaced, right after its import:
 `create_l2_adapter` (fills in the serde of a config that has none) and `SerdeL2AdapterWrapper` (our adapter where the
-serde is ours). No class of LMCache is changed.
+serde is ours), and `parse_args_to_l2_adapters_config` of `lmcache.v1.distributed.config` (checks our settings in the
+configuration before anything starts). No class of LMCache is changed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from tq_offload.integrations.lmcache.versions import check_lmcache, has_plugins,
 __all__ = ["activate", "activate_or_exit", "install_wrapper", "register_serde"]
 
 STORAGE_MANAGER = "lmcache.v1.distributed.storage_manager"
+SERVER_CONFIG = "lmcache.v1.distributed.config"
+IN_PROCESS = "lmcache.integration.vllm.vllm_v1_adapter"
 MP_CLIENT = "lmcache.integration.vllm.vllm_multi_process_adapter"
 L1_LINE = "L1 CPU RAM: not compressed"
 UNTOUCHED = ("p2p",)  # reads other servers' L1, whose objects are not frames
@@ -63,7 +66,9 @@ def activate() -> bool:
         if not _active:
             _active = True
             after_import(STORAGE_MANAGER, _patch_server)
+            after_import(SERVER_CONFIG, _check_config)
             after_import(MP_CLIENT, _announce_client)
+            after_import(IN_PROCESS, _warn_in_process)
     return True
 
 
@@ -112,6 +117,22 @@ def _patch_server(module: ModuleType) -> None:
     )
 
 
+def _check_config(module: ModuleType) -> None:
+    """End the start for a setting that is not understood; later it would be a traceback out of LMCache's server."""
+    original = module.parse_args_to_l2_adapters_config
+
+    def parse(args: Any) -> Any:
+        parsed = original(args)
+        for config in parsed.adapters:
+            try:
+                _how(config)
+            except ConfigError as error:
+                raise SystemExit(f"TQ-Offload: cannot start: {error}") from None
+        return parsed
+
+    module.parse_args_to_l2_adapters_config = parse  # type: ignore[attr-defined]
+
+
 def _with_serde(create: Callable[..., Any]) -> Callable[..., Any]:
     numbers = itertools.count()
 
@@ -122,8 +143,9 @@ def _with_serde(create: Callable[..., Any]) -> Callable[..., Any]:
         kind, number = get_type_name_for_config(config), next(numbers)
         if kind not in UNTOUCHED and config.serde_config is None:
             config.serde_config = SerdeConfig(type=SERDE_TYPE, kwargs={})
+        how = _how(config)
         adapter = create(config, l1_memory_desc)
-        logger().info("TQ-Offload: %s; L2 #%d %s: %s", L1_LINE, number, _place(kind, config), _how(config))
+        logger().info("TQ-Offload: %s; L2 #%d %s: %s", L1_LINE, number, _place(kind, config), how)
         return adapter
 
     return create_l2_adapter
@@ -144,6 +166,15 @@ def _how(config: Any) -> str:
 
     settings = settings_from_serde(serde.kwargs)
     return f"compressed, turboquant {settings.spec.describe()}, serde {SERDE_TYPE}"
+
+
+def _warn_in_process(module: ModuleType) -> None:
+    logger().warning(
+        "TQ-Offload: %s=turboquant, but LMCache runs inside the engine (LMCacheConnectorV1): this release compresses "
+        "nothing in that in-process mode. Multi-process mode (LMCacheMPConnector and `lmcache server`) is compressed, "
+        "see docs/lmcache.md",
+        ENV_SERDE,
+    )
 
 
 def _announce_client(module: ModuleType) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from lmcache.v1.distributed.api import ObjectKey
@@ -12,11 +13,12 @@ from lmcache.v1.distributed.l2_adapters import L2AdapterInterface
 from lmcache.v1.distributed.l2_adapters.serde_wrapper import SerdeL2AdapterWrapper
 from lmcache.v1.memory_management import MemoryObj
 
+from tq_offload.integrations.lmcache.ledger import StoreLedger
 from tq_offload.integrations.lmcache.log import logger
 from tq_offload.integrations.lmcache.metrics import METRICS
 from tq_offload.integrations.lmcache.observer import InnerObserver
 from tq_offload.integrations.lmcache.processor import TurboQuantProcessor, short_key
-from tq_offload.integrations.lmcache.repair import CORRUPT_REASONS, Repairer
+from tq_offload.integrations.lmcache.repair import CORRUPT_REASONS, Repairer, is_gone
 
 __all__ = ["TurboQuantL2Adapter"]
 
@@ -59,11 +61,14 @@ class TurboQuantL2Adapter(SerdeL2AdapterWrapper):
         self._tq_suspects: dict[ObjectKey, int] = {}  # key -> deliveries of the tier when it first failed
         self._tq_delivered = 0
         can_delete = type(inner).delete is not L2AdapterInterface.delete
-        self._tq_repairer = Repairer(inner.delete) if serde.settings.repair and can_delete else None
+        repairs = serde.settings.repair and can_delete
+        self._tq_repairer = Repairer(inner.delete, partial(is_gone, inner)) if repairs else None
         if serde.settings.repair and not can_delete:
             logger().warning("TQ-Offload: %s cannot delete: corrupt entries stay and miss", type(inner).__name__)
         serde.attach(self)
-        super().__init__(InnerObserver(inner, serde, self), serde, l1_manager)
+        ledger = StoreLedger(self._tq_repairer.deleted if self._tq_repairer is not None else None)
+        inner.register_listener(ledger)
+        super().__init__(InnerObserver(inner, serde, self, ledger), serde, l1_manager)
 
     @property
     def inner_adapter(self) -> L2AdapterInterface:
@@ -192,14 +197,14 @@ class TurboQuantL2Adapter(SerdeL2AdapterWrapper):
         if self._tq_repairer is not None and reason in CORRUPT_REASONS:
             self._tq_repairer.delete_now(key, reason)
 
-    def not_delivered(self, keys: list[ObjectKey], delivered: int) -> None:
+    def loaded(self, missing: list[ObjectKey], delivered: int) -> None:
         """Count keys that the tier did not deliver although a lookup had found them: gone, or shorter than a frame.
 
         They are deleted only if the tier is known to work: it delivered something in the same load, or since the key
         failed first. An outage must not empty the tier.
         """
         self._tq_delivered += delivered
-        for key in keys:
+        for key in missing:
             METRICS.miss("not_loaded", f"{short_key(key)}: absent, or shorter than a frame")
             first = self._tq_suspects.get(key)
             if delivered or (first is not None and first < self._tq_delivered):

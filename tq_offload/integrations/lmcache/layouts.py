@@ -110,6 +110,8 @@ class LayoutResolver:
         try:
             kind = _kind(shape)
             if name not in CODED_DTYPES or kind == "opaque":
+                if name in ("uint8", "int8") and len(shape) in (3, 4):
+                    self._warn(_uint8_message(name, model))
                 return GroupLayout("opaque", shape, name)
             return self._coded(shape, name, kind, model, geometry, world)
         except LayoutError as error:
@@ -145,6 +147,14 @@ class LayoutResolver:
         if message not in self._warned:
             self._warned.add(message)
             logger().warning("TQ-Offload: %s", message)
+
+
+def _uint8_message(name: str, model: str) -> str:
+    head = f"{name} tensors of model {model or '(not known)'!r} are stored as they are, not compressed"
+    if name == "int8":
+        return f"{head}: int8 KV has no codec"
+    values = " or ".join(_FP8)
+    return f"{head}: if they are its fp8 KV cache, set {ENV_PREFIX}UINT8_AS (now none) to {values}"
 
 
 def _kind(shape: tuple[int, ...]) -> str:

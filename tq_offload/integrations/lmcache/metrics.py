@@ -10,7 +10,8 @@ from tq_offload.integrations.lmcache.log import RateLimitedLog
 __all__ = ["COUNTERS", "METRICS", "Metrics"]
 
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "stored_chunks": ("Chunks that the L2 tier has taken, compressed.", ()),
+    "stored_chunks": ("Chunks that the L2 tier has written, compressed.", ()),
+    "already_stored": ("Encoded chunks that the L2 tier did not write because it had them.", ()),
     "raw_bytes": ("Uncompressed bytes of the stored chunks.", ()),
     "stored_bytes": ("Bytes of the frames of the stored chunks.", ()),
     "loaded_chunks": ("Chunks decoded into L1.", ()),
@@ -19,6 +20,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "store_failures": ("Encoded chunks that the L2 tier did not take, and chunks without a buffer.", ("reason",)),
     "dropped_batch_mates": ("Sound chunks not stored because another of their batch was refused.", ()),
     "repairs": ("Entries that could not be served and were deleted.", ("reason",)),
+    "repair_failures": ("Entries that could not be served and are still there after a delete.", ("reason",)),
     "encode_seconds": ("Time spent encoding, summed over threads.", ()),
     "decode_seconds": ("Time spent decoding, summed over threads.", ()),
 }

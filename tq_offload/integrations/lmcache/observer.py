@@ -9,7 +9,7 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters import L2AdapterInterface
 from lmcache.v1.memory_management import MemoryObj
 
-from tq_offload.integrations.lmcache.metrics import METRICS
+from tq_offload.integrations.lmcache.ledger import StoreLedger, StoreTask
 from tq_offload.integrations.lmcache.processor import Outcome, TurboQuantProcessor
 
 __all__ = ["DeliveryListener", "InnerObserver"]
@@ -21,8 +21,8 @@ class DeliveryListener(Protocol):
     def forwarded(self) -> None:
         """The task of the calling thread reached the inner adapter."""
 
-    def not_delivered(self, keys: list[ObjectKey], delivered: int) -> None:
-        """The inner adapter did not deliver these keys of a load that delivered so many others."""
+    def loaded(self, missing: list[ObjectKey], delivered: int) -> None:
+        """A load is complete: the inner adapter delivered so many keys, and not these."""
 
 
 class InnerObserver:
@@ -32,12 +32,19 @@ class InnerObserver:
         inner: The adapter that stores.
         processor: Knows which objects of a batch were refused.
         listener: Told about loads.
+        ledger: Registered with the inner adapter; counts what was stored.
     """
 
-    def __init__(self, inner: L2AdapterInterface, processor: TurboQuantProcessor, listener: DeliveryListener) -> None:
-        self._inner, self._processor, self._listener = inner, processor, listener
+    def __init__(
+        self,
+        inner: L2AdapterInterface,
+        processor: TurboQuantProcessor,
+        listener: DeliveryListener,
+        ledger: StoreLedger,
+    ) -> None:
+        self._inner, self._processor, self._listener, self._ledger = inner, processor, listener, ledger
         self._loads: dict[int, list[ObjectKey]] = {}
-        self._stores: dict[int, tuple[list[Outcome], int]] = {}
+        self._stores: dict[int, tuple[StoreTask, int]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -46,21 +53,22 @@ class InnerObserver:
         """Store the frames of a batch that were encoded; those refused are left out."""
         outcomes = [self._processor.take_outcome(obj) or Outcome("not_encoded") for obj in objects]
         kept = [i for i, outcome in enumerate(outcomes) if not outcome.reason]
-        task_id = int(self._inner.submit_store_task([keys[i] for i in kept], [objects[i] for i in kept]))
-        self._stores[task_id] = ([outcomes[i] for i in kept], len(keys) - len(kept))
+        store = self._ledger.begin({keys[i]: outcomes[i] for i in kept})
+        try:
+            task_id = int(self._inner.submit_store_task([keys[i] for i in kept], [objects[i] for i in kept]))
+        except BaseException:
+            self._ledger.abandon(store)
+            raise
+        self._stores[task_id] = (store, len(keys) - len(kept))
         return task_id
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         """Results of the inner adapter; a task of which an object was refused is reported as failed."""
         results: dict[int, L2StoreResult] = self._inner.pop_completed_store_tasks()
         for task_id, result in results.items():
-            kept, refused = self._stores.pop(task_id, ([], 0))
-            if result.is_successful():
-                METRICS.add("stored_chunks", len(kept))
-                METRICS.add("raw_bytes", sum(outcome.raw_bytes for outcome in kept))
-                METRICS.add("stored_bytes", sum(outcome.frame_bytes for outcome in kept))
-            else:
-                METRICS.add("store_failures", len(kept), reason="tier")
+            store, refused = self._stores.pop(task_id, (None, 0))
+            if store is not None:
+                self._ledger.settle(store, result)
             if refused:
                 results[task_id] = L2StoreResult(False, 0)
         return results
@@ -78,6 +86,5 @@ class InnerObserver:
         if bitmap is not None:
             keys = self._loads.pop(task_id, [])
             missing = [key for i, key in enumerate(keys) if not bitmap.test(i)]
-            if missing:
-                self._listener.not_delivered(missing, len(keys) - len(missing))
+            self._listener.loaded(missing, len(keys) - len(missing))
         return bitmap

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
 from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.distributed.l2_adapters import L2AdapterInterface
 
-from tq_offload.integrations.lmcache.log import logger
 from tq_offload.integrations.lmcache.metrics import METRICS
+from tq_offload.integrations.lmcache.processor import short_key
 
-__all__ = ["CORRUPT_REASONS", "Repairer"]
+__all__ = ["CORRUPT_REASONS", "Repairer", "is_gone"]
 
 CORRUPT_REASONS = frozenset(
     {"magic", "version", "length", "header", "checksum", "content", "mismatch_key", "mismatch_model", "mismatch_shape",
@@ -25,12 +27,20 @@ class Repairer:
     A store of the same key cancels a queued delete, so that it cannot take away what is just being stored.
 
     Args:
-        delete: The tier's public `delete`.
+        delete: The tier's public `delete`, which may fail without a word.
+        gone: Asks the tier whether a key is gone, for a delete that the tier did not report.
         patience: Seconds that `delete_now` waits at most.
     """
 
-    def __init__(self, delete: Callable[[list[ObjectKey]], None], patience: float = 2.0) -> None:
-        self._delete, self._patience = delete, patience
+    def __init__(
+        self,
+        delete: Callable[[list[ObjectKey]], None],
+        gone: Callable[[ObjectKey], bool],
+        patience: float = 2.0,
+    ) -> None:
+        self._delete, self._gone, self._patience = delete, gone, patience
+        self._current: ObjectKey | None = None
+        self._confirmed = False
         self._wake = threading.Condition()
         self._queue: deque[tuple[ObjectKey, str, threading.Event]] = deque()
         self._closed = False
@@ -51,6 +61,11 @@ class Repairer:
     def delete_now(self, key: ObjectKey, reason: str) -> None:
         """Queue a delete and wait for it, at most `patience` seconds."""
         self.submit(key, reason).wait(self._patience)
+
+    def deleted(self, keys: Iterable[ObjectKey]) -> None:
+        """The tier reports keys as deleted."""
+        with self._wake:
+            self._confirmed = self._confirmed or self._current in keys
 
     def cancel(self, keys: Iterable[ObjectKey]) -> None:
         """Drop queued deletes of these keys."""
@@ -78,10 +93,37 @@ class Repairer:
                 if self._closed:
                     return
                 key, reason, done = self._queue.popleft()
-            try:
-                self._delete([key])
+                self._current, self._confirmed = key, False
+            failure = self._failure(key)
+            if not failure:
                 METRICS.add("repairs", reason=reason)
-            except Exception as error:  # any error of any backend
-                logger().warning("TQ-Offload: cannot delete an entry that cannot be served: %s", error)
-            finally:
-                done.set()
+            else:
+                METRICS.add("repair_failures", reason=reason)
+                METRICS.log.warning(
+                    "failed repairs", f"cannot delete an entry that cannot be served, {short_key(key)}: {failure}"
+                )
+            done.set()
+
+    def _failure(self, key: ObjectKey) -> str:
+        """Delete the key. Returns why it is still there, or nothing."""
+        try:
+            self._delete([key])
+            with self._wake:
+                confirmed = self._confirmed
+            return "" if confirmed or self._gone(key) else "the tier still has it (its own log may say why)"
+        except Exception as error:  # any error of any backend
+            return str(error) or type(error).__name__
+
+
+def is_gone(tier: L2AdapterInterface, key: ObjectKey, patience: float = 1.0) -> bool:
+    """Ask the tier by a lookup. False if it has the key or does not answer within `patience` seconds."""
+    task = tier.submit_lookup_and_lock_task([key], {})
+    end = time.monotonic() + patience
+    while time.monotonic() < end:
+        found = tier.query_lookup_and_lock_result(task)
+        if found is not None:
+            if found.test(0):
+                tier.submit_unlock([key])
+            return not found.test(0)
+        time.sleep(0.005)
+    return False
