@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from tq_offload.frame import (
     write_header,
 )
 from tq_offload.kernels import Backend, Sections, VectorParams, get_backend
-from tq_offload.layout import ChunkLayout, GroupLayout, dtype_name
+from tq_offload.layout import ChunkLayout, GroupLayout, Stream, dtype_name
 from tq_offload.spec import MEAN_MIN_TOKENS, CodecSpec
 
 __all__ = ["TurboQuantCodec", "cache_key_digest", "model_fingerprint"]
@@ -96,7 +96,7 @@ class TurboQuantCodec:
             raise LayoutError(f"the output has {len(target)} bytes, the frame needs {plan.length}")
         target = target[: plan.length]
         frame = target if aligned(target) else np.empty(plan.length, np.uint8)
-        frame[:8] = 0  # no valid frame until the header is written again below
+        target[:8] = 0  # no valid frame until the header is written again below
         sources = _match_tensors(tensors, layout, _misfit)
         for group, section, source, streams in zip(layout.groups, plan.opaque, sources, plan.groups, strict=True):
             flat = flat_bits(source.contiguous(), group)
@@ -114,13 +114,10 @@ class TurboQuantCodec:
         if plan.coded.planes:
             self.backend.encode(flat, plan.coded, _params(plan, group, self.spec), _stream_sections(plan, frame))
         if plan.raw_section is not None:
-            raw = section_view(frame, plan.raw_section, flat.dtype)
-            at = 0
-            for grid in plan.raw:
-                raw[at : at + grid.planes] = grid_view(flat, grid)
-                at += grid.planes
-            if not all_finite(raw, group.dtype):
-                raise NonFiniteError("NaN or Inf in a protected layer of the KV chunk")
+            for stored, live in _raw_planes(plan.raw, section_view(frame, plan.raw_section, flat.dtype), flat):
+                if not all_finite(live, group.dtype):
+                    raise NonFiniteError("NaN or Inf in a protected layer of the KV chunk")
+                stored[...] = live
 
     def decode_into(
         self,
@@ -153,34 +150,35 @@ class TurboQuantCodec:
         targets = _match_tensors(tensors, header.layout, _mismatch)
         if any(not t.is_contiguous() for t in targets):
             raise LayoutError("the destination is not contiguous")
+        self._decode_sections(plan, source, targets)
+        return header
+
+    def _decode_sections(self, plan: FramePlan, source: Array, targets: Sequence[torch.Tensor]) -> None:
+        """Decode a frame whose header and checksum are right into tensors that fit it."""
         if not aligned(source):
             source = source.copy()
         _check_content(plan, source)
-        for group, section, target, streams in zip(
-            header.layout.groups, plan.opaque, targets, plan.groups, strict=True
-        ):
+        for group, section, target, streams in zip(plan.layout.groups, plan.opaque, targets, plan.groups, strict=True):
             flat = flat_bits(target, group)
             if section is not None:
                 flat.view(np.uint8)[...] = section_view(source, section, np.uint8)
             for stream in streams:
-                self._decode_stream(flat, stream, group, header.spec, source)
-        return header
+                self._decode_stream(flat, stream, group, plan.spec, source)
 
     def _decode_stream(self, flat: Array, plan: StreamPlan, group: GroupLayout, spec: CodecSpec, frame: Array) -> None:
         if plan.coded.planes:
             self.backend.decode(flat, plan.coded, _params(plan, group, spec), _stream_sections(plan, frame))
         if plan.raw_section is not None:
-            raw = section_view(frame, plan.raw_section, flat.dtype)
-            at = 0
-            for grid in plan.raw:
-                grid_view(flat, grid)[...] = raw[at : at + grid.planes]
-                at += grid.planes
+            for stored, live in _raw_planes(plan.raw, section_view(frame, plan.raw_section, flat.dtype), flat):
+                live[...] = stored
 
     def decode(self, frame: Any, *, key: bytes | None = None, model: bytes | None = None) -> list[torch.Tensor]:
         """Decode a frame into new tensors, one for each group. See `decode_into`."""
-        header = self.inspect(frame)
+        source = as_bytes(frame, writable=False)
+        header, plan = read_header(source.data)
+        _match_header(header, None, key, model)
         tensors = [torch.empty(g.shape, dtype=getattr(torch, g.dtype)) for g in header.layout.groups]
-        self.decode_into(frame, tensors, key=key, model=model)
+        self._decode_sections(plan, source, tensors)
         return tensors
 
     def warm_up(self, head_dim: int, dtype: str = "bfloat16") -> None:
@@ -254,6 +252,14 @@ def _digest(value: bytes) -> bytes:
     if len(value) != len(UNBOUND):
         raise LayoutError(f"a digest has {len(UNBOUND)} bytes, found {len(value)}")
     return bytes(value)
+
+
+def _raw_planes(grids: Sequence[Stream], raw: Array, flat: Array) -> Iterator[tuple[Array, Array]]:
+    """The protected planes, as pairs of views: in the frame's section and in the chunk."""
+    at = 0
+    for grid in grids:
+        yield raw[at : at + grid.planes], grid_view(flat, grid)
+        at += grid.planes
 
 
 def _params(plan: StreamPlan, group: GroupLayout, spec: CodecSpec) -> VectorParams:

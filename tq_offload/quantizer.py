@@ -87,14 +87,15 @@ def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     return ((exponent + 127) << 23).to(torch.int32).view(torch.float32)
 
 
-def _choose(v: torch.Tensor, u: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Take the mean off where that shortens the vector: (w [N, D], n [N], flag [N])."""
+def _choose(v: torch.Tensor, u: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Take the mean off where that shortens the vector: (w [N, D], n [N], flag [N], norms in the safe range [N])."""
     nv = hsum(v * v)
+    inside = (nv >= _LOW) & (nv <= _HIGH)
     if u is None:
-        return v, nv, torch.zeros_like(nv, dtype=torch.bool)
+        return v, nv, torch.zeros_like(nv, dtype=torch.bool), inside
     nu = hsum(u * u)
     flag = nu < nv
-    return torch.where(flag[:, None], u, v), torch.where(flag, nu, nv), flag
+    return torch.where(flag[:, None], u, v), torch.where(flag, nu, nv), flag, inside & (nu >= _LOW) & (nu <= _HIGH)
 
 
 def _rescaled(v: torch.Tensor, u: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -103,7 +104,7 @@ def _rescaled(v: torch.Tensor, u: torch.Tensor | None) -> tuple[torch.Tensor, to
     exponent = torch.frexp(top.clamp_min(2.0**-149))[1].to(torch.int32) - 1
     k = exponent.clamp(-126, 126)
     factor = _power_of_two(-k)[:, None]
-    w, n, flag = _choose(v * factor, None if u is None else u * factor)
+    w, n, flag, _ = _choose(v * factor, None if u is None else u * factor)
     return w, n, flag, k
 
 
@@ -112,13 +113,9 @@ def _pick_vector(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Steps 1 to 3: w [N, D], its squared norm n [N], the mean flag [N] and the exponent k [N]."""
     u = None if mean is None else v - mean
-    w, n, flag = _choose(v, u)
-    nv = hsum(v * v)
-    outside = ~((nv >= _LOW) & (nv <= _HIGH))
-    if u is not None:
-        nu = hsum(u * u)
-        outside |= ~((nu >= _LOW) & (nu <= _HIGH))
+    w, n, flag, inside = _choose(v, u)
     k = torch.zeros_like(n, dtype=torch.int32)
+    outside = ~inside
     if outside.any():
         w, n, flag = w.clone(), n.clone(), flag.clone()
         w[outside], n[outside], flag[outside], k[outside] = _rescaled(v[outside], None if u is None else u[outside])

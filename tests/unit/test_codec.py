@@ -146,6 +146,20 @@ def test_nan_and_inf_are_refused(backend: str, bad: float, where: tuple, mean: b
         codec.inspect(out)
 
 
+def test_a_refused_chunk_leaves_no_valid_frame_in_a_misaligned_buffer(backend: str) -> None:
+    x = make_tensor((2, 2, 70, 128))
+    layout = layout_of(x, head_dim=64)
+    codec = TurboQuantCodec(backend=backend)
+    out = np.zeros(codec.frame_size(layout) + 1, np.uint8)[1:]
+    codec.encode_into([x], layout, out)
+    codec.inspect(out)
+    x[0, 0, 0, 0] = float("nan")
+    with pytest.raises(NonFiniteError):
+        codec.encode_into([x], layout, out)
+    with pytest.raises(ValueError, match="frame"):
+        codec.inspect(out)
+
+
 def test_nan_in_fp8_is_refused(backend: str) -> None:
     x = make_tensor((2, 3, 70, 128), torch.float8_e5m2)
     x.view(torch.uint8)[1, 1, 1, 1] = 0x7C  # Inf of e5m2
