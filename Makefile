@@ -12,7 +12,7 @@ PYTHON := .venv/bin/python
 READY := .venv/.stamps/tq-offload
 endif
 BIN := $(dir $(PYTHON))
-SOURCES := $(wildcard tq_offload tests benchmarks scripts tools)
+SOURCES := $(wildcard tq_offload connectors tests benchmarks scripts tools)
 
 .PHONY: help env demo demo-short bench-codec bench-quality test check format clean
 
@@ -52,4 +52,4 @@ bench-quality: $(READY) ## Squared error and stored bits: Gaussian data against 
 
 clean: ## Remove caches, build products and what the demo left (keeps .venv and the downloaded model)
 	rm -rf build dist *.egg-info .demo .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	find tq_offload tests benchmarks scripts tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find tq_offload connectors tests benchmarks scripts tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

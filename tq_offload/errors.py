@@ -7,16 +7,24 @@ TQOffloadError
 ├── IncompatibleError (RuntimeError)    an installed package of a version that is not supported
 ├── EncodeError                         a chunk that must not be stored
 │   └── NonFiniteError                  NaN or Inf in the input
-└── FrameError (ValueError)             bytes that must not be served
-    ├── BadMagicError
-    ├── UnsupportedVersionError
-    ├── FrameLengthError                truncated or extended
-    ├── FrameHeaderError
-    ├── ChecksumError
-    ├── FrameContentError           a right checksum over something that no encoder writes
-    └── FrameMismatchError              a sound frame of another key, model, shape or dtype
+├── FrameError (ValueError)             bytes that must not be served
+│   ├── BadMagicError
+│   ├── UnsupportedVersionError
+│   ├── FrameLengthError                truncated or extended
+│   ├── FrameHeaderError
+│   ├── ChecksumError
+│   ├── FrameContentError               a right checksum over something that no encoder writes
+│   └── FrameMismatchError              a sound frame of another key, model, shape or dtype
+└── StoreError                          a store that could not do what it was asked
+    ├── StoreFullError                  no room: its budget, the device, the server's memory
+    ├── EntryTooLargeError              an entry that the store can never take
+    ├── StoreUnavailableError           no connection, or waiting to reconnect
+    ├── StoreTimeoutError               no answer in time
+    ├── StoreAuthError                  the server refuses the user or password
+    ├── StoreIOError                    the device or the server answers with an error
+    └── StoreClosedError                used after close
 
-`FrameError.reason` and `EncodeError.reason` are short slugs, used as the label of counters.
+The `reason` of a FrameError, EncodeError or StoreError is a short slug, used as the label of counters.
 """
 
 from __future__ import annotations
@@ -29,6 +37,7 @@ __all__ = [
     "ChecksumError",
     "ConfigError",
     "EncodeError",
+    "EntryTooLargeError",
     "FrameContentError",
     "FrameError",
     "FrameHeaderError",
@@ -37,6 +46,13 @@ __all__ = [
     "IncompatibleError",
     "LayoutError",
     "NonFiniteError",
+    "StoreAuthError",
+    "StoreClosedError",
+    "StoreError",
+    "StoreFullError",
+    "StoreIOError",
+    "StoreTimeoutError",
+    "StoreUnavailableError",
     "TQOffloadError",
     "UnsupportedVersionError",
 ]
@@ -138,3 +154,51 @@ class FrameMismatchError(FrameError):
     def __init__(self, what: str, expected: object, found: object) -> None:
         self.reason = f"mismatch_{what}"
         super().__init__(f"frame holds {what} {found!r}, expected {expected!r}")
+
+
+class StoreError(TQOffloadError):
+    """A store that could not do what it was asked; nothing of the entry is visible under its key."""
+
+    reason = "store"
+
+
+class StoreFullError(StoreError):
+    """No room: the store's budget with everything else pinned, a full device, a server out of memory."""
+
+    reason = "full"
+
+
+class EntryTooLargeError(StoreError):
+    """An entry that the store can never take: over its whole budget or the server's limit for a value."""
+
+    reason = "too_large"
+
+
+class StoreUnavailableError(StoreError):
+    """No connection to the server, or the store waits before it tries again."""
+
+    reason = "unavailable"
+
+
+class StoreTimeoutError(StoreError):
+    """The server did not answer in time."""
+
+    reason = "timeout"
+
+
+class StoreAuthError(StoreError):
+    """The server refuses the user or password."""
+
+    reason = "auth"
+
+
+class StoreIOError(StoreError):
+    """The device or the server answered with an error."""
+
+    reason = "io"
+
+
+class StoreClosedError(StoreError):
+    """The store was used after `close`."""
+
+    reason = "closed"
