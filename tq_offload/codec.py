@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from tq_offload.kernels import Backend, Sections, VectorParams, get_backend
 from tq_offload.layout import ChunkLayout, GroupLayout, Stream, dtype_name
 from tq_offload.spec import MEAN_MIN_TOKENS, CodecSpec
 
-__all__ = ["TurboQuantCodec", "cache_key_digest", "model_fingerprint"]
+__all__ = ["CheckedFrame", "TurboQuantCodec", "cache_key_digest", "model_fingerprint"]
 
 
 def cache_key_digest(*fields: bytes | str | int) -> bytes:
@@ -144,17 +145,24 @@ class TurboQuantCodec:
             FrameError: A subclass with a `reason`; nothing was written.
             LayoutError: The destination is not contiguous or not in CPU memory.
         """
+        checked = self.open(frame, layout=layout, key=key, model=model)
+        checked.decode_into(tensors)
+        return checked.header
+
+    def open(
+        self, frame: Any, *, layout: ChunkLayout | None = None, key: bytes | None = None, model: bytes | None = None
+    ) -> CheckedFrame:
+        """Check a frame now, to decode it later: for callers that allocate the destination from what it holds.
+
+        Args and errors are those of `decode_into`.
+        """
         source = as_bytes(frame, writable=False)
         header, plan = read_header(source.data)
         _match_header(header, layout, key, model)
-        targets = _match_tensors(tensors, header.layout, _mismatch)
-        if any(not t.is_contiguous() for t in targets):
-            raise LayoutError("the destination is not contiguous")
-        self._decode_sections(plan, source, targets)
-        return header
+        return CheckedFrame(header, plan, source, self)
 
-    def _decode_sections(self, plan: FramePlan, source: Array, targets: Sequence[torch.Tensor]) -> None:
-        """Decode a frame whose header and checksum are right into tensors that fit it."""
+    def decode_sections(self, plan: FramePlan, source: Array, targets: Sequence[torch.Tensor]) -> None:
+        """Decode a frame whose header and checksum are right into tensors that fit it: behind `CheckedFrame`."""
         if not aligned(source):
             source = source.copy()
         _check_content(plan, source)
@@ -174,11 +182,9 @@ class TurboQuantCodec:
 
     def decode(self, frame: Any, *, key: bytes | None = None, model: bytes | None = None) -> list[torch.Tensor]:
         """Decode a frame into new tensors, one for each group. See `decode_into`."""
-        source = as_bytes(frame, writable=False)
-        header, plan = read_header(source.data)
-        _match_header(header, None, key, model)
-        tensors = [torch.empty(g.shape, dtype=getattr(torch, g.dtype)) for g in header.layout.groups]
-        self._decode_sections(plan, source, tensors)
+        checked = self.open(frame, key=key, model=model)
+        tensors = [torch.empty(g.shape, dtype=getattr(torch, g.dtype)) for g in checked.header.layout.groups]
+        checked.decode_into(tensors)
         return tensors
 
     def warm_up(self, head_dim: int, dtype: str = "bfloat16") -> None:
@@ -197,6 +203,28 @@ class TurboQuantCodec:
     def inspect(frame: Any) -> FrameHeader:
         """Check a frame and return its header. Raises a FrameError."""
         return read_header(as_bytes(frame, writable=False).data)[0]
+
+
+@dataclass(frozen=True)
+class CheckedFrame:
+    """A frame whose header, checksum, key and model are right. It refers to the buffer that it was opened from."""
+
+    header: FrameHeader
+    plan: FramePlan
+    source: Array
+    codec: TurboQuantCodec
+
+    def decode_into(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Decode into contiguous CPU tensors of the shapes and dtypes that the frame holds. Untouched on failure.
+
+        Raises:
+            FrameError: The tensors are of another shape or dtype, or the frame holds what no encoder writes.
+            LayoutError: The destination is not contiguous or not in CPU memory.
+        """
+        targets = _match_tensors(tensors, self.header.layout, _mismatch)
+        if any(not t.is_contiguous() for t in targets):
+            raise LayoutError("the destination is not contiguous")
+        self.codec.decode_sections(self.plan, self.source, targets)
 
 
 def _misfit(what: str, expected: object, found: object) -> LayoutError:

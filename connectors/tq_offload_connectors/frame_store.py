@@ -1,0 +1,352 @@
+"""`FrameStore`: chunks in, frames out to every tier, and back. Puts never block; what could not be kept is counted."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from tq_offload.codec import TurboQuantCodec, cache_key_digest, model_fingerprint
+from tq_offload.errors import FrameError, LayoutError, TQOffloadError
+from tq_offload.integrations.lmcache.log import logger
+from tq_offload.layout import ChunkLayout
+from tq_offload_connectors.pins import PinLedger
+from tq_offload_connectors.tier import Frame, Tier
+
+Result = TypeVar("Result")
+
+__all__ = ["Destination", "FrameKey", "FrameStore", "NoMemoryError"]
+
+Destination = Callable[[ChunkLayout], Sequence[torch.Tensor]]
+"""From what a sound frame holds to where it is to be decoded.
+
+It raises a FrameError for a layout that was not asked for, and NoMemoryError where there is no room.
+"""
+
+
+class NoMemoryError(TQOffloadError):
+    """No memory for the chunk that was to be loaded."""
+
+    reason = "no_memory"
+
+
+@dataclass(frozen=True)
+class FrameKey:
+    """Key of a chunk.
+
+    Args:
+        name: Key in the stores; different for different chunks.
+        digest: 16 bytes that a frame carries to prove that it belongs to the key.
+        model: Fingerprint of the model, 16 bytes.
+    """
+
+    name: str
+    digest: bytes
+    model: bytes
+
+    @classmethod
+    def of(cls, name: str, model_name: str) -> FrameKey:
+        """The key of that name."""
+        return cls(name, cache_key_digest(name), model_fingerprint(model_name))
+
+
+@dataclass(eq=False)
+class _Put:
+    key: FrameKey
+    tensors: Sequence[torch.Tensor]
+    layout: ChunkLayout
+    tiers: list[Tier]
+    release: Callable[[], None]
+    done: Callable[[bool], None] | None
+    pending: int = 0
+    stored: bool = True
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def finish(self, stored: bool) -> None:
+        """A tier is done; the last one reports."""
+        with self.lock:
+            self.stored = self.stored and stored
+            self.pending -= 1
+            last = self.pending == 0
+        if last and self.done is not None:
+            self.done(self.stored)
+
+
+class FrameStore:
+    """Encodes chunks once and keeps the frames in tiers, fastest first. Thread-safe.
+
+    Args:
+        codec: Codec.
+        tiers: The tiers, in the order in which they are asked. Closed with the store.
+        workers: Threads that encode, and as many that read and decode.
+        queue_bytes: Uncompressed bytes that may wait for the encoders; they stay pinned until they are encoded.
+        repair: Delete entries that cannot be served.
+        pin_timeout_s: After this time a pin no longer keeps an entry from being evicted.
+    """
+
+    def __init__(
+        self,
+        codec: TurboQuantCodec,
+        tiers: Sequence[Tier],
+        *,
+        workers: int = 2,
+        queue_bytes: int = 256 << 20,
+        repair: bool = True,
+        pin_timeout_s: float = 300.0,
+    ) -> None:
+        self.codec, self.tiers = codec, list(tiers)
+        self.queue_limit, self._repair = queue_bytes, repair
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._queue: deque[_Put] = deque()
+        self._queued_bytes = 0  # waiting or being encoded
+        self._closed = False
+        self._scratch = threading.local()
+        self.pins = PinLedger([tier for tier in self.tiers if not tier.remote], pin_timeout_s)
+        self._readers = ThreadPoolExecutor(workers, thread_name_prefix="tq-read")
+        self._encoders = [
+            threading.Thread(target=self._encode_loop, name=f"tq-encode-{n}", daemon=True) for n in range(workers)
+        ]
+        for thread in self._encoders:
+            thread.start()
+        for tier in self.tiers:
+            tier.counters.gauge("encode_queue_bytes", lambda: float(self._queued_bytes))
+
+    # Put
+
+    def put(
+        self,
+        key: FrameKey,
+        tensors: Sequence[torch.Tensor],
+        layout: ChunkLayout,
+        *,
+        release: Callable[[], None],
+        done: Callable[[bool], None] | None = None,
+    ) -> bool:
+        """Offer a chunk to every tier that does not have it. Never waits and never raises for a chunk that is lost.
+
+        Args:
+            key: Key.
+            tensors: One CPU tensor for each group; they must stay as they are until `release`.
+            layout: What they are.
+            release: Called exactly once, as soon as the tensors are not needed any more; maybe before this returns.
+            done: Called exactly once when every tier is done, with whether all of them have the chunk now.
+
+        Returns:
+            False if the chunk was dropped because the queue is full or the store closed.
+        """
+        claimed = [tier for tier in self.tiers if tier.claim(key.name)]
+        put = _Put(key, tensors, layout, claimed, release, done, len(claimed))
+        if not claimed:
+            release()
+            if done is not None:
+                done(True)
+            return True
+        with self._lock:
+            full = bool(self._queued_bytes) and self._queued_bytes + layout.nbytes > self.queue_limit
+            reason = "closed" if self._closed else "queue_full" if full else ""
+            if not reason:
+                self._queue.append(put)
+                self._queued_bytes += layout.nbytes
+                self._changed.notify()
+        if reason:
+            self._lose(put, "dropped", reason, f"{self._queued_bytes} uncompressed bytes wait to be encoded")
+            release()
+        return not reason
+
+    def drop(self, key: FrameKey, reason: str, what: str) -> None:
+        """Count a chunk that the caller did not even offer, for every tier."""
+        for tier in self.tiers:
+            tier.counters.add("puts")
+            tier.counters.lost("dropped", reason, f"{key.name}: {what}")
+
+    def in_flight(self, name: str) -> bool:
+        """Whether a put of that name is under way in any tier."""
+        return any(tier.in_flight(name) for tier in self.tiers)
+
+    def _lose(self, put: _Put, counter: str, reason: str, what: str) -> None:
+        for tier in put.tiers:
+            tier.give_up(put.key.name, counter, reason, what)
+            put.finish(False)
+
+    def _encode_loop(self) -> None:
+        while (put := self._next_put()) is not None:
+            frame = self._encode(put)
+            try:
+                put.release()
+            except Exception:
+                logger().exception("TQ-Offload: cannot release the memory of %s", put.key.name)
+            with self._lock:
+                self._queued_bytes -= put.layout.nbytes
+                self._changed.notify_all()
+            if frame is not None:
+                for tier in put.tiers:
+                    tier.submit(Frame(put.key.name, frame, put.layout.nbytes, put.finish))
+            del put, frame
+
+    def _next_put(self) -> _Put | None:
+        with self._lock:
+            while not self._queue:
+                if self._closed:
+                    return None
+                self._changed.wait()
+            return self._queue.popleft()
+
+    def _encode(self, put: _Put) -> memoryview | None:
+        start = time.perf_counter()
+        try:
+            out = np.empty(self.codec.frame_size(put.layout), np.uint8)
+            self.codec.encode_into(put.tensors, put.layout, out, key=put.key.digest, model=put.key.model)
+            return out.data.toreadonly()
+        except (TQOffloadError, MemoryError) as error:
+            reason = "layout" if isinstance(error, LayoutError) else str(getattr(error, "reason", "no_memory"))
+            self._lose(put, "refused", reason, str(error))
+        except Exception as error:
+            logger().exception("TQ-Offload: internal error while encoding %s", put.key.name)
+            self._lose(put, "refused", "internal", repr(error))
+        finally:
+            put.tiers[0].counters.add("encode_seconds", time.perf_counter() - start)
+        return None
+
+    # Get
+
+    def get(self, key: FrameKey, destination: Destination) -> bool:
+        """Read a chunk from the first tier that has it whole, straight into its destination.
+
+        Args:
+            key: Key.
+            destination: See `Destination`; called at most once for each tier, after the frame was checked.
+
+        Returns:
+            Whether the chunk was decoded. If not, every tier has counted why.
+        """
+        for position, tier in enumerate(self.tiers):
+            data = tier.read(key.name, self._allocate)
+            if data is None:
+                continue
+            start = time.perf_counter()
+            try:
+                checked = self.codec.open(data, key=key.digest, model=key.model)
+                checked.decode_into(destination(checked.header.layout))
+            except NoMemoryError as error:
+                tier.missed(key.name, error.reason, str(error))
+                return False
+            except (FrameError, LayoutError) as error:
+                reason = str(getattr(error, "reason", "layout"))
+                tier.missed(key.name, reason, str(error))
+                if self._repair:
+                    tier.repair(key.name, reason)
+                continue
+            except Exception as error:
+                logger().exception("TQ-Offload: internal error while decoding %s", key.name)
+                tier.missed(key.name, "internal", repr(error))
+                return False
+            finally:
+                tier.counters.add("decode_seconds", time.perf_counter() - start)
+            tier.counters.add("hits")
+            self._promote(key.name, data, position)
+            return True
+        return False
+
+    def submit(self, load: Callable[[], Result]) -> Future[Result]:
+        """Run a function that calls `get` in a reading thread."""
+        return self._readers.submit(load)
+
+    def _promote(self, name: str, data: memoryview, position: int) -> None:
+        if position and self.tiers[0].store.kind == "memory":
+            self.tiers[0].promote(name, data)
+
+    def _allocate(self, nbytes: int) -> memoryview:
+        """A buffer of the calling thread, used again for its next read."""
+        buffer = getattr(self._scratch, "buffer", None)
+        if buffer is None or len(buffer) < nbytes:
+            buffer = self._scratch.buffer = np.empty(nbytes, np.uint8).data
+        return buffer[:nbytes]
+
+    def contains_prefix(self, names: Sequence[str], pin: bool = False) -> int:
+        """How many of the names, from the first on without a gap, some tier has.
+
+        Args:
+            names: Keys in the stores.
+            pin: Also pin those; `pins.unpin` undoes it.
+        """
+        missing: Sequence[int] = range(len(names))
+        for tier in self.tiers:
+            if tier.remote:  # one round trip; asked last: the first that it does not have ends the prefix
+                count = self._asked(tier, partial(tier.store.contains_prefix, [names[i] for i in missing]))
+                missing = missing[count:]
+            else:
+                missing = [i for i in missing if not self._asked(tier, partial(tier.store.contains, names[i]))]
+            if not missing:
+                break
+        found = missing[0] if missing else len(names)
+        if pin:
+            self.pins.pin(names[:found])
+        return found
+
+    def _asked(self, tier: Tier, ask: Callable[[], int]) -> int:
+        try:
+            return ask()
+        except TQOffloadError as error:
+            tier.counters.lost("lookup_failures", str(getattr(error, "reason", "store")), str(error))
+            return 0
+
+    # Entries and the whole store
+
+    def remove(self, name: str) -> bool:
+        """Delete an entry in every tier. Returns whether any had it."""
+        removed = False
+        for tier in self.tiers:
+            tier.forget(name)
+            removed = bool(self._asked(tier, partial(tier.store.delete, name))) or removed
+        return removed
+
+    def clear(self) -> int:
+        """Delete what is not pinned in the tiers. Returns how many entries of the fullest tier."""
+        return max((self._asked(tier, tier.store.clear) for tier in self.tiers), default=0)
+
+    def drain(self, timeout_s: float = 10.0) -> bool:
+        """Wait for the puts under way. Returns whether they ended in time."""
+        deadline = time.monotonic() + timeout_s
+        return all(tier.drain(max(0.0, deadline - time.monotonic())) for tier in self.tiers)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End what is under way within about `timeout_s`, drop and count the rest, and close the tiers."""
+        self.drain(timeout_s)
+        with self._lock:
+            already, self._closed = self._closed, True
+            left = list(self._queue)
+            self._queue.clear()
+            self._queued_bytes -= sum(put.layout.nbytes for put in left)
+            self._changed.notify_all()
+        for put in left:
+            self._lose(put, "dropped", "closed", "the store is closing")
+            put.release()
+        if already:
+            return
+        for thread in self._encoders:
+            thread.join(timeout_s)
+        self._readers.shutdown(wait=True, cancel_futures=True)
+        for tier in self.tiers:
+            tier.close(timeout_s)
+
+    def status(self) -> dict[str, Any]:
+        """Queue, pins and every tier."""
+        with self._lock:
+            queued, waiting = self._queued_bytes, len(self._queue)
+        return {
+            "spec": self.codec.spec.describe(),
+            "encode_queue_bytes": queued,
+            "encode_queue_limit": self.queue_limit,
+            "encode_queue_chunks": waiting,
+            "pins": self.pins.count(),
+            "tiers": [tier.status() for tier in self.tiers],
+        }
