@@ -109,6 +109,9 @@ class ByteStore(abc.ABC):
                 return count
         return len(keys)
 
+    def touch(self, keys: Sequence[str]) -> None:  # noqa: B027
+        """Count entries as used, in that order, where the store evicts by use. What it does not have is passed over."""
+
     def pin(self, key: str) -> bool:
         """Keep an entry from being evicted until `unpin` was called as often.
 

@@ -23,12 +23,13 @@ from tq_offload_connectors.tier import Frame, Tier
 
 Result = TypeVar("Result")
 
-__all__ = ["Destination", "FrameKey", "FrameStore", "NoMemoryError"]
+__all__ = ["Destination", "FrameKey", "FrameStore", "LateError", "NoMemoryError"]
 
 Destination = Callable[[ChunkLayout], Sequence[torch.Tensor]]
 """From what a sound frame holds to where it is to be decoded.
 
-It raises a FrameError for a layout that was not asked for, and NoMemoryError where there is no room.
+It raises a FrameError for a layout that was not asked for, NoMemoryError where there is no room, LateError where nobody
+waits any more.
 """
 
 
@@ -36,6 +37,12 @@ class NoMemoryError(TQOffloadError):
     """No memory for the chunk that was to be loaded."""
 
     reason = "no_memory"
+
+
+class LateError(TQOffloadError):
+    """Nobody waits for the chunk any more."""
+
+    reason = "timeout"
 
 
 @dataclass(frozen=True)
@@ -162,11 +169,11 @@ class FrameStore:
             release()
         return not reason
 
-    def drop(self, key: FrameKey, reason: str, what: str) -> None:
+    def drop(self, name: str, reason: str, what: str) -> None:
         """Count a chunk that the caller did not even offer, for every tier."""
         for tier in self.tiers:
             tier.counters.add("puts")
-            tier.counters.lost("dropped", reason, f"{key.name}: {what}")
+            tier.counters.lost("dropped", reason, f"{name}: {what}")
 
     def in_flight(self, name: str) -> bool:
         """Whether a put of that name is under way in any tier."""
@@ -236,7 +243,7 @@ class FrameStore:
             try:
                 checked = self.codec.open(data, key=key.digest, model=key.model)
                 checked.decode_into(destination(checked.header.layout))
-            except NoMemoryError as error:
+            except (NoMemoryError, LateError) as error:
                 tier.missed(key.name, error.reason, str(error))
                 return False
             except (FrameError, LayoutError) as error:
@@ -255,6 +262,16 @@ class FrameStore:
             self._promote(key.name, data, position)
             return True
         return False
+
+    def missed(self, name: str, reason: str, what: str) -> None:
+        """Count a chunk that was asked for and not even looked for."""
+        self.tiers[0].counters.add("gets")
+        self.tiers[0].missed(name, reason, what)
+
+    def touch(self, names: Sequence[str]) -> None:
+        """Count entries as used, in that order."""
+        for tier in self.tiers:
+            self._asked(tier, partial(tier.store.touch, names))
 
     def submit(self, load: Callable[[], Result]) -> Future[Result]:
         """Run a function that calls `get` in a reading thread."""
@@ -292,9 +309,9 @@ class FrameStore:
             self.pins.pin(names[:found])
         return found
 
-    def _asked(self, tier: Tier, ask: Callable[[], int]) -> int:
+    def _asked(self, tier: Tier, ask: Callable[[], int | None]) -> int:
         try:
-            return ask()
+            return ask() or 0
         except TQOffloadError as error:
             tier.counters.lost("lookup_failures", str(getattr(error, "reason", "store")), str(error))
             return 0

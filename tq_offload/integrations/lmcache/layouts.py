@@ -83,32 +83,59 @@ class LayoutResolver:
             self._local.key = None
 
     def resolve(
-        self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], key: KeyLike | None = None
+        self,
+        shapes: Sequence[Sequence[int]],
+        dtypes: Sequence[torch.dtype],
+        key: KeyLike | None = None,
+        kind: str | None = None,
     ) -> ChunkLayout:
-        """Layout of an object with these groups. Never raises for a shape that LMCache can have."""
+        """Layout of an object with these groups. Never raises for a shape that LMCache can have.
+
+        Args:
+            shapes: Shapes of the groups.
+            dtypes: Their dtypes.
+            key: Key of the object.
+            kind: Kind of the layout where the caller knows it (LMCache's layerwise formats); None: from the shapes.
+        """
         key = key or getattr(self._local, "key", None)
         model, world = "", 1
         if key is not None and self.models_known:
             model, world = key.model_name, (key.kv_rank >> 24) & 0xFF or 1
-        return self._layout(tuple(tuple(int(n) for n in shape) for shape in shapes), tuple(dtypes), model, world)
+        sizes = tuple(tuple(int(n) for n in shape) for shape in shapes)
+        return self._layout(sizes, tuple(dtypes), model, world, kind)
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as the codec is to see it: uint8 that holds fp8 is reinterpreted."""
         return tensor.view(self._fp8) if self._fp8 is not None and tensor.dtype == torch.uint8 else tensor
 
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of what `view` gives."""
+        return self._fp8 if self._fp8 is not None and dtype == torch.uint8 else dtype
+
     def _build(
-        self, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...], model: str, world: int
+        self,
+        shapes: tuple[tuple[int, ...], ...],
+        dtypes: tuple[torch.dtype, ...],
+        model: str,
+        world: int,
+        kind: str | None,
     ) -> ChunkLayout:
         geometry = self._geometry(model) if model else None
         pairs = zip(shapes, dtypes, strict=True)
-        return ChunkLayout(tuple(self._group(shape, dtype, model, geometry, world) for shape, dtype in pairs))
+        groups = (self._group(shape, dtype, kind or _kind(shape), model, geometry, world) for shape, dtype in pairs)
+        return ChunkLayout(tuple(groups))
 
     def _group(
-        self, shape: tuple[int, ...], dtype: torch.dtype, model: str, geometry: ModelGeometry | None, world: int
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        kind: str,
+        model: str,
+        geometry: ModelGeometry | None,
+        world: int,
     ) -> GroupLayout:
-        name = dtype_name(self._fp8 if self._fp8 is not None and dtype == torch.uint8 else dtype)
+        name = dtype_name(self.dtype(dtype))
         try:
-            kind = _kind(shape)
             if name not in CODED_DTYPES or kind == "opaque":
                 if name in ("uint8", "int8") and len(shape) in (3, 4):
                     self._warn(_uint8_message(name, model))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tq_offload.errors import ConfigError
 from tq_offload.kernels import BACKENDS
@@ -17,11 +17,14 @@ __all__ = [
     "ENV_SERDE",
     "SERDE_SETTINGS",
     "SERDE_TYPE",
+    "TIER_SETTINGS",
     "UINT8_TYPES",
     "SerdeSettings",
+    "TierSettings",
     "serde_requested",
     "settings_from_env",
     "settings_from_serde",
+    "tier_settings",
 ]
 
 ENV_SERDE = "LMCACHE_SERDE"
@@ -36,8 +39,31 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _OWN_SETTINGS = ("head_dim", "workers", "uint8_as", "repair", "backend")
 SERDE_SETTINGS = (*CODEC_SETTINGS, *_OWN_SETTINGS)
 
-# Names under TQ_OFFLOAD_ that other parts of this package own; they are not settings of the serde.
-_FOREIGN_NAMES: frozenset[str] = frozenset()
+TIER_SETTINGS = ("staging_gb", "queue_gb", "write_queue_gb", "write_threads", "disk_fsync")
+REDIS_PREFIX = "redis_"  # the rest of the name is an option of the Redis store
+FSYNC = ("none", "data", "full")
+
+
+@dataclass(frozen=True)
+class TierSettings:
+    """How compressed tiers work.
+
+    Args:
+        staging_gb: GiB of LMCache's CPU memory that stay uncompressed, for chunks on their way; None: a quarter of it
+            with a CPU RAM tier, else all of it.
+        queue_gb: GiB of uncompressed chunks that may wait to be encoded; None: half of the staging memory.
+        write_queue_gb: GiB of frames that may wait to be written to a tier.
+        write_threads: Threads that write to a tier.
+        disk_fsync: `none`, `data` (the file) or `full` (its folder too).
+        redis: Options of the Redis store.
+    """
+
+    staging_gb: float | None = None
+    queue_gb: float | None = None
+    write_queue_gb: float = 0.25
+    write_threads: int = 2
+    disk_fsync: str = "none"
+    redis: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,7 +107,29 @@ def settings_from_env(environ: Mapping[str, str] | None = None) -> SerdeSettings
     Raises:
         ConfigError: An unknown variable of that prefix, or a value that is not allowed.
     """
-    return _build(_env_settings(environ), {}, {})
+    tier_settings({}, environ)  # what is wrong there ends the start as well
+    return _build(_env_settings(environ, SERDE_SETTINGS), {}, {})
+
+
+def tier_settings(explicit: Mapping[str, object], environ: Mapping[str, str] | None = None) -> TierSettings:
+    """The settings of the tiers: from `explicit`, else from the `TQ_OFFLOAD_*` variables.
+
+    Args:
+        explicit: Fields of TierSettings, and `redis_<option>`.
+        environ: None: this process's environment.
+
+    Raises:
+        ConfigError: A value that is not allowed.
+    """
+    merged = {**_env_settings(environ, TIER_SETTINGS), **explicit}
+    found: dict[str, object] = {}
+    for name, value in merged.items():
+        if name in TIER_SETTINGS:
+            found[name] = _TIER_PARSERS[name](name if name in explicit else _env_name(name), value)
+    options = {
+        name.removeprefix(REDIS_PREFIX): value for name, value in merged.items() if name.startswith(REDIS_PREFIX)
+    }
+    return TierSettings(redis=options, **found)  # type: ignore[arg-type]
 
 
 def settings_from_serde(kwargs: Mapping[str, object], environ: Mapping[str, str] | None = None) -> SerdeSettings:
@@ -101,22 +149,26 @@ def settings_from_serde(kwargs: Mapping[str, object], environ: Mapping[str, str]
     for name in explicit:
         if name not in SERDE_SETTINGS:
             raise ConfigError(f"serde.{name}", explicit[name], "one of the keys " + ", ".join(SERDE_SETTINGS))
-    env = _env_settings(environ)
+    env = _env_settings(environ, SERDE_SETTINGS)
     if any(name in CODEC_SETTINGS for name in explicit):
         env = {name: value for name, value in env.items() if name not in CODEC_SETTINGS}
     merged: dict[str, object] = {**env, **explicit}
     return _build(merged, explicit, kwargs)
 
 
-def _env_settings(environ: Mapping[str, str] | None) -> dict[str, object]:
+def _env_settings(environ: Mapping[str, str] | None, wanted: tuple[str, ...]) -> dict[str, object]:
+    """The variables of our prefix whose names are wanted; with TIER_SETTINGS the options of the Redis store too."""
     found: dict[str, object] = {}
     for variable, value in (os.environ if environ is None else environ).items():
-        if not variable.startswith(ENV_PREFIX) or variable in _FOREIGN_NAMES:
+        if not variable.startswith(ENV_PREFIX):
             continue
         name = variable.removeprefix(ENV_PREFIX).lower()
-        if name not in SERDE_SETTINGS or variable != _env_name(name):
-            raise ConfigError(variable, value, "one of the variables " + ", ".join(map(_env_name, SERDE_SETTINGS)))
-        found[name] = value
+        known = name in (*SERDE_SETTINGS, *TIER_SETTINGS) or name.startswith(REDIS_PREFIX)
+        if not known or variable != _env_name(name):
+            names = [*map(_env_name, (*SERDE_SETTINGS, *TIER_SETTINGS)), _env_name(REDIS_PREFIX) + "*"]
+            raise ConfigError(variable, value, "one of the variables " + ", ".join(names))
+        if name in wanted or (wanted is TIER_SETTINGS and name.startswith(REDIS_PREFIX)):
+            found[name] = value
     return found
 
 
@@ -159,6 +211,24 @@ def _choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
         raise ConfigError(name, value, allowed)
     return str(value)
 
+
+def _gb(name: str, value: object) -> float:
+    try:
+        number = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else 0.0
+    except ValueError:
+        number = 0.0
+    if not 0 < number < 1 << 20:
+        raise ConfigError(name, value, "a size in GiB, more than 0")
+    return number
+
+
+_TIER_PARSERS: dict[str, Callable[[str, object], object]] = {
+    "staging_gb": _gb,
+    "queue_gb": _gb,
+    "write_queue_gb": _gb,
+    "write_threads": lambda name, value: _int(name, value, 1, MAX_WORKERS),
+    "disk_fsync": lambda name, value: _choice(name, value, FSYNC),
+}
 
 _PARSERS: dict[str, Callable[[str, object], object]] = {
     "head_dim": lambda name, value: _int(name, value, 1, MAX_HEAD_DIM),
