@@ -1,9 +1,10 @@
-"""What `LMCACHE_SERDE=turboquant` does: every L2 adapter without a serde of its own gets ours. Unset: nothing at all.
+"""What `LMCACHE_SERDE=turboquant` does: every tier of LMCache is compressed. Unset: nothing at all.
 
-In the server two names of `lmcache.v1.distributed.storage_manager` are replaced, right after its import:
-`create_l2_adapter` (fills in the serde of a config that has none) and `SerdeL2AdapterWrapper` (our adapter where the
-serde is ours), and `parse_args_to_l2_adapters_config` of `lmcache.v1.distributed.config` (checks our settings in the
-configuration before anything starts). No class of LMCache is changed.
+In-process mode is in `in_process`. In multi-process mode every L2 adapter without a serde of its own gets ours: in the
+server two names of `lmcache.v1.distributed.storage_manager` are replaced, right after its import, `create_l2_adapter`
+(fills in the serde of a config that has none) and `SerdeL2AdapterWrapper` (our adapter where the serde is ours), and
+`parse_args_to_l2_adapters_config` of `lmcache.v1.distributed.config` (checks our settings in the configuration before
+anything starts). No class of LMCache is changed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from tq_offload.errors import ConfigError, IncompatibleError
 from tq_offload.integrations.lmcache.import_hook import after_import
+from tq_offload.integrations.lmcache.in_process import install_tiers
 from tq_offload.integrations.lmcache.log import logger
 from tq_offload.integrations.lmcache.settings import ENV_SERDE, SERDE_TYPE, serde_requested, settings_from_env
 from tq_offload.integrations.lmcache.versions import check_lmcache, has_plugins, installed_lmcache
@@ -24,7 +26,7 @@ __all__ = ["activate", "activate_or_exit", "install_wrapper", "register_serde"]
 
 STORAGE_MANAGER = "lmcache.v1.distributed.storage_manager"
 SERVER_CONFIG = "lmcache.v1.distributed.config"
-IN_PROCESS = "lmcache.integration.vllm.vllm_v1_adapter"
+IN_PROCESS = "lmcache.v1.storage_backend.storage_manager"
 MP_CLIENT = "lmcache.integration.vllm.vllm_multi_process_adapter"
 L1_LINE = "L1 CPU RAM: not compressed"
 UNTOUCHED = ("p2p",)  # reads other servers' L1, whose objects are not frames
@@ -68,7 +70,7 @@ def activate() -> bool:
             after_import(STORAGE_MANAGER, _patch_server)
             after_import(SERVER_CONFIG, _check_config)
             after_import(MP_CLIENT, _announce_client)
-            after_import(IN_PROCESS, _warn_in_process)
+            after_import(IN_PROCESS, install_tiers)
     return True
 
 
@@ -166,15 +168,6 @@ def _how(config: Any) -> str:
 
     settings = settings_from_serde(serde.kwargs)
     return f"compressed, turboquant {settings.spec.describe()}, serde {SERDE_TYPE}"
-
-
-def _warn_in_process(module: ModuleType) -> None:
-    logger().warning(
-        "TQ-Offload: %s=turboquant, but LMCache runs inside the engine (LMCacheConnectorV1): this release compresses "
-        "nothing in that in-process mode. Multi-process mode (LMCacheMPConnector and `lmcache server`) is compressed, "
-        "see docs/lmcache.md",
-        ENV_SERDE,
-    )
 
 
 def _announce_client(module: ModuleType) -> None:
