@@ -23,7 +23,7 @@ from tq_offload_connectors.tier import Frame, Tier
 
 Result = TypeVar("Result")
 
-__all__ = ["Destination", "FrameKey", "FrameStore", "LateError", "NoMemoryError"]
+__all__ = ["Destination", "FrameKey", "FrameStore", "LateError", "NoMemoryError", "Put"]
 
 Destination = Callable[[ChunkLayout], Sequence[torch.Tensor]]
 """From what a sound frame holds to where it is to be decoded.
@@ -66,25 +66,52 @@ class FrameKey:
 
 
 @dataclass(eq=False)
-class _Put:
+class Put:
+    """A chunk to be stored.
+
+    Args:
+        key: Key.
+        tensors: One CPU tensor for each group; they must stay as they are until `release`.
+        layout: What they are.
+        release: Called exactly once, as soon as the tensors are not needed any more; maybe before the put returns.
+        done: Called exactly once when every tier is done, with whether all of them have the chunk now.
+    """
+
     key: FrameKey
     tensors: Sequence[torch.Tensor]
     layout: ChunkLayout
-    tiers: list[Tier]
     release: Callable[[], None]
-    done: Callable[[bool], None] | None
-    pending: int = 0
-    stored: bool = True
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    done: Callable[[bool], None] | None = None
+    tiers: list[Tier] = field(default_factory=list, init=False)
+    _pending: int = field(default=0, init=False)
+    _stored: bool = field(default=True, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def claim(self, tiers: Sequence[Tier]) -> None:
+        """Reserve the chunk in the tiers that want it. With none of them the put is done."""
+        self.tiers = [tier for tier in tiers if tier.claim(self.key.name)]
+        self._pending = len(self.tiers)
+        if not self.tiers:
+            self._report()
 
     def finish(self, stored: bool) -> None:
         """A tier is done; the last one reports."""
-        with self.lock:
-            self.stored = self.stored and stored
-            self.pending -= 1
-            last = self.pending == 0
-        if last and self.done is not None:
-            self.done(self.stored)
+        with self._lock:
+            self._stored = self._stored and stored
+            self._pending -= 1
+            last = self._pending == 0
+        if last:
+            self._report()
+
+    def lose(self, counter: str, reason: str, what: str) -> None:
+        """Give the chunk up in every tier that was to have it, counted there."""
+        for tier in self.tiers:
+            tier.give_up(self.key.name, counter, reason, what)
+            self.finish(False)
+
+    def _report(self) -> None:
+        if self.done is not None:
+            self.done(self._stored)
 
 
 class FrameStore:
@@ -113,7 +140,7 @@ class FrameStore:
         self.queue_limit, self._repair = queue_bytes, repair
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._queue: deque[_Put] = deque()
+        self._queue: deque[Put] = deque()
         self._queued_bytes = 0  # waiting or being encoded
         self._closed = False
         self._scratch = threading.local()
@@ -138,36 +165,44 @@ class FrameStore:
         release: Callable[[], None],
         done: Callable[[bool], None] | None = None,
     ) -> bool:
-        """Offer a chunk to every tier that does not have it. Never waits and never raises for a chunk that is lost.
+        """Offer one chunk; see `Put` and `put_many`."""
+        return self.put_many([Put(key, tensors, layout, release, done)]) == 1
+
+    def put_many(self, puts: Sequence[Put]) -> int:
+        """Offer chunks to every tier that does not have them. Never waits, and never raises for a chunk that is lost.
 
         Args:
-            key: Key.
-            tensors: One CPU tensor for each group; they must stay as they are until `release`.
-            layout: What they are.
-            release: Called exactly once, as soon as the tensors are not needed any more; maybe before this returns.
-            done: Called exactly once when every tier is done, with whether all of them have the chunk now.
+            puts: The chunks of a prefix in order: once one finds no room the rest is dropped too, since without it
+                they could not be hit.
 
         Returns:
-            False if the chunk was dropped because the queue is full or the store closed.
+            How many were not dropped.
         """
-        claimed = [tier for tier in self.tiers if tier.claim(key.name)]
-        put = _Put(key, tensors, layout, claimed, release, done, len(claimed))
-        if not claimed:
-            release()
-            if done is not None:
-                done(True)
-            return True
+        for put in puts:
+            put.claim(self.tiers)
+        present = [put for put in puts if not put.tiers]
+        wanted = [put for put in puts if put.tiers]  # once queued a put is its encoder's
         with self._lock:
-            full = bool(self._queued_bytes) and self._queued_bytes + layout.nbytes > self.queue_limit
-            reason = "closed" if self._closed else "queue_full" if full else ""
-            if not reason:
-                self._queue.append(put)
-                self._queued_bytes += layout.nbytes
-                self._changed.notify()
-        if reason:
-            self._lose(put, "dropped", reason, f"{self._queued_bytes} uncompressed bytes wait to be encoded")
-            release()
-        return not reason
+            reason, taken = self._room_for(wanted)
+            self._queue.extend(wanted[:taken])
+            self._queued_bytes += sum(put.layout.nbytes for put in wanted[:taken])
+            self._changed.notify_all()
+        for put in wanted[taken:]:
+            put.lose("dropped", reason, f"{self._queued_bytes} uncompressed bytes wait to be encoded")
+        for put in (*present, *wanted[taken:]):
+            put.release()
+        return len(present) + taken
+
+    def _room_for(self, puts: Sequence[Put]) -> tuple[str, int]:
+        """How many puts, from the first on, find room in the queue, and why the next one does not."""
+        if self._closed:
+            return "closed", 0
+        nbytes = self._queued_bytes
+        for count, put in enumerate(puts):
+            if nbytes and nbytes + put.layout.nbytes > self.queue_limit:
+                return "queue_full", count
+            nbytes += put.layout.nbytes
+        return "", len(puts)
 
     def drop(self, name: str, reason: str, what: str) -> None:
         """Count a chunk that the caller did not even offer, for every tier."""
@@ -178,11 +213,6 @@ class FrameStore:
     def in_flight(self, name: str) -> bool:
         """Whether a put of that name is under way in any tier."""
         return any(tier.in_flight(name) for tier in self.tiers)
-
-    def _lose(self, put: _Put, counter: str, reason: str, what: str) -> None:
-        for tier in put.tiers:
-            tier.give_up(put.key.name, counter, reason, what)
-            put.finish(False)
 
     def _encode_loop(self) -> None:
         while (put := self._next_put()) is not None:
@@ -199,7 +229,7 @@ class FrameStore:
                     tier.submit(Frame(put.key.name, frame, put.layout.nbytes, put.finish))
             del put, frame
 
-    def _next_put(self) -> _Put | None:
+    def _next_put(self) -> Put | None:
         with self._lock:
             while not self._queue:
                 if self._closed:
@@ -207,7 +237,13 @@ class FrameStore:
                 self._changed.wait()
             return self._queue.popleft()
 
-    def _encode(self, put: _Put) -> memoryview | None:
+    def _encode(self, put: Put) -> memoryview | None:
+        """The frame; None if no tier wants it any more, or if it must not be stored, which is counted."""
+        for tier in [tier for tier in put.tiers if tier.has_already(put.key.name)]:
+            put.tiers.remove(tier)
+            put.finish(True)
+        if not put.tiers:
+            return None
         start = time.perf_counter()
         try:
             out = np.empty(self.codec.frame_size(put.layout), np.uint8)
@@ -215,10 +251,10 @@ class FrameStore:
             return out.data.toreadonly()
         except (TQOffloadError, MemoryError) as error:
             reason = "layout" if isinstance(error, LayoutError) else str(getattr(error, "reason", "no_memory"))
-            self._lose(put, "refused", reason, str(error))
+            put.lose("refused", reason, str(error))
         except Exception as error:
             logger().exception("TQ-Offload: internal error while encoding %s", put.key.name)
-            self._lose(put, "refused", "internal", repr(error))
+            put.lose("refused", "internal", repr(error))
         finally:
             put.tiers[0].counters.add("encode_seconds", time.perf_counter() - start)
         return None
@@ -345,7 +381,7 @@ class FrameStore:
             self._queued_bytes -= sum(put.layout.nbytes for put in left)
             self._changed.notify_all()
         for put in left:
-            self._lose(put, "dropped", "closed", "the store is closing")
+            put.lose("dropped", "closed", "the store is closing")
             put.release()
         if already:
             return

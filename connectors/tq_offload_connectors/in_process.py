@@ -20,7 +20,7 @@ from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 from tq_offload.codec import TurboQuantCodec
 from tq_offload.errors import BackendError, ConfigError, StoreError
 from tq_offload.integrations.lmcache.log import logger
-from tq_offload_connectors.frame_store import FrameKey, FrameStore
+from tq_offload_connectors.frame_store import FrameKey, FrameStore, Put
 from tq_offload_connectors.in_process_loads import Load
 from tq_offload_connectors.in_process_objects import ChunkObjects
 from tq_offload_connectors.tier_plan import TierPlan, make_tiers, plan_from_config
@@ -69,12 +69,12 @@ class TurboQuantBackend(StoragePluginInterface):
             )
         except (ConfigError, BackendError, StoreError) as error:
             raise SystemExit(f"TQ-Offload: cannot start: {error}") from error
-        self._objects = ChunkObjects(config, metadata, local_cpu_backend, self.plan.serde)
+        self.objects = ChunkObjects(config, metadata, local_cpu_backend, self.plan.serde)
         self._timeout = float(getattr(config, "blocking_timeout_secs", 10))
         self._layerwise = bool(config.use_layerwise)
         self._reads_as_first_rank = self.plan.reads_as_first_rank
         if local_cpu_backend is not None:
-            self.frames.submit(partial(_warm_up, codec, self._objects.head_dim))
+            self.frames.submit(partial(_warm_up, codec, self.objects.head_dim))
         for line in self.plan.lines():
             logger().info("TQ-Offload: %s", line)
 
@@ -116,31 +116,21 @@ class TurboQuantBackend(StoragePluginInterface):
         transfer_spec: Any = None,
         on_complete_callback: Callable[[CacheEngineKey], None] | None = None,
     ) -> None:
-        """Offer chunks to the tiers. Takes a reference to each object until it is encoded; never waits.
-
-        Once a chunk is dropped the rest of the call is dropped too: without it they could not be hit.
-        """
+        """Offer chunks to the tiers. Takes a reference to each object until it is encoded; never waits."""
         if self._reads_as_first_rank:
             return
-        room = True
+        puts = []
         for key, obj in zip(keys, objs, strict=False):
             name = key.to_string()
-            if not room:
-                self.frames.drop(name, "queue_full", "a chunk before it was dropped")
+            try:
+                layout, tensors = self.objects.source(obj, key)
+            except Exception as error:  # an object without host memory, or of a form that LMCache did not have before
+                self.frames.drop(name, "object", repr(error))
                 continue
+            obj.ref_count_up()
             done = None if on_complete_callback is None else partial(_complete, on_complete_callback, key)
-            room = self._put(FrameKey.of(name, key.model_name), key, obj, done)
-
-    def _put(
-        self, frame_key: FrameKey, key: CacheEngineKey, obj: MemoryObj, done: Callable[[bool], None] | None
-    ) -> bool:
-        try:
-            layout, tensors = self._objects.source(obj, key)
-        except Exception as error:  # an object without host memory, or of a form that LMCache did not have before
-            self.frames.drop(frame_key.name, "object", repr(error))
-            return True
-        obj.ref_count_up()
-        return self.frames.put(frame_key, tensors, layout, release=obj.ref_count_down, done=done)
+            puts.append(Put(FrameKey.of(name, key.model_name), tensors, layout, obj.ref_count_down, done))
+        self.frames.put_many(puts)
 
     async def async_batched_submit_put_task(
         self,
@@ -168,7 +158,7 @@ class TurboQuantBackend(StoragePluginInterface):
 
     def get_non_blocking(self, key: CacheEngineKey, location: str | None = None) -> Future[MemoryObj | None] | None:
         """A future of `get_blocking`."""
-        load = Load(self.frames, self._objects, self._key(key), key).start()
+        load = Load(self.frames, self.objects, self._key(key), key).start()
         return self.frames.submit(partial(load.result, self._timeout))
 
     async def batched_get_non_blocking(
@@ -203,7 +193,7 @@ class TurboQuantBackend(StoragePluginInterface):
         return [obj for obj in found[:hits] if obj is not None]
 
     def _start(self, keys: Sequence[CacheEngineKey]) -> list[Load]:
-        return [Load(self.frames, self._objects, self._key(key), key).start() for key in keys]
+        return [Load(self.frames, self.objects, self._key(key), key).start() for key in keys]
 
     def _touch(self, keys: Sequence[CacheEngineKey]) -> None:
         """The first chunk of a prefix is to be evicted last."""

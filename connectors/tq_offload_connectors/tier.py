@@ -43,7 +43,7 @@ class Tier:
     Args:
         name: Label in counters and log lines: `ram`, `disk` or `redis`.
         store: The store; closed with the tier.
-        remote: Whether asking the store costs a round trip: `claim` then does not ask it.
+        remote: Whether asking the store costs a round trip.
         writers: Threads that write; 0: frames are written by the thread that brings them.
         queue_bytes: Bytes of frames that may wait for the writers; over it frames are dropped and counted.
     """
@@ -77,6 +77,8 @@ class Tier:
     def claim(self, name: str) -> bool:
         """Count a chunk offered, and reserve its name for the caller, who must bring a frame or give the claim up.
 
+        Asks nothing that could take time: whether a slow store has the chunk is for `has_already` to find out.
+
         Returns:
             False if the tier has the chunk already or somebody else brings it: counted as present.
         """
@@ -85,12 +87,23 @@ class Tier:
             wanted = name not in self._claimed and name not in self._known
             if wanted:
                 self._claimed.add(name)
-        if wanted and not self.remote and self._has(name):
+        if wanted and self.store.kind == "memory" and self._has(name):
             self._release(name)
             wanted = False
         if not wanted:
             self.counters.add("present")
         return wanted
+
+    def has_already(self, name: str) -> bool:
+        """Ask the store whether it has a claimed chunk; if so the claim ends, counted as present.
+
+        A remote store is asked by its writers, later.
+        """
+        if self.remote or not self._has(name):
+            return False
+        self._release(name)
+        self.counters.add("present")
+        return True
 
     def give_up(self, name: str, counter: str, reason: str, what: str) -> None:
         """End a claim without a frame: count the loss as `dropped`, `refused` or `failed`."""

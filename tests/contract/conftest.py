@@ -21,11 +21,6 @@ SHAPE = (1, L, T, H * 2 * D)  # as LMCache hands it over with vLLM 0.26 and late
 CONFIG = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": H, "head_dim": D}
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    for line in ("ignore::DeprecationWarning:opentelemetry.*", "ignore::ResourceWarning:lmcache.*"):
-        config.addinivalue_line("filterwarnings", line)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _needs_lmcache() -> None:
     pytest.importorskip("lmcache", reason="these tests need the extra [lmcache]")
