@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from tq_offload_connectors.tier import Frame, Tier
 
 Result = TypeVar("Result")
 
-__all__ = ["Destination", "FrameKey", "FrameStore", "LateError", "NoMemoryError", "Put"]
+__all__ = ["Destination", "FrameKey", "FrameStore", "LateError", "NoMemoryError", "Put", "open_stores"]
 
 Destination = Callable[[ChunkLayout], Sequence[torch.Tensor]]
 """From what a sound frame holds to where it is to be decoded.
@@ -114,6 +115,10 @@ class Put:
             self.done(self._stored)
 
 
+open_stores: WeakSet[FrameStore] = WeakSet()
+"""Those of this process that are not closed."""
+
+
 class FrameStore:
     """Encodes chunks once and keeps the frames in tiers, fastest first. Thread-safe.
 
@@ -151,6 +156,7 @@ class FrameStore:
         ]
         for thread in self._encoders:
             thread.start()
+        open_stores.add(self)
         for tier in self.tiers:
             tier.counters.gauge("encode_queue_bytes", lambda: float(self._queued_bytes))
 
@@ -385,6 +391,7 @@ class FrameStore:
             put.release()
         if already:
             return
+        open_stores.discard(self)
         for thread in self._encoders:
             thread.join(timeout_s)
         self._readers.shutdown(wait=True, cancel_futures=True)

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+import tq_offload_connectors
+
 pytest.importorskip("lmcache")
 
 from in_process_worker import CHUNK, DIM, HEADS, LAYERS, Worker, config, fill, metadata, same, worker
@@ -415,6 +417,31 @@ def test_the_scheduler_looks_up_on_disk_without_memory(tmp_path: Path) -> None:
             assert scheduler.batched_contains(keys) == 2
         finally:
             scheduler.close()
+
+
+def test_the_status_of_the_process_shows_every_tier() -> None:
+    assert tq_offload_connectors.status() == []
+    with worker() as w:
+        w.put(w.keys(2))
+        (found,) = tq_offload_connectors.status()
+        (ram,) = found["tiers"]
+        assert (ram["tier"], ram["entries"], ram["stored"], ram["dropped"]) == ("ram", 2, 2, {})
+        assert ram["bytes"] == ram["stored_bytes"]
+        assert found["encode_queue_bytes"] == ram["queue_bytes"] == 0
+    assert tq_offload_connectors.status() == []
+
+
+def test_prometheus_shows_the_tiers_beside_lmcaches_own_metrics() -> None:
+    from prometheus_client import REGISTRY, generate_latest
+
+    with worker() as w:
+        before = REGISTRY.get_sample_value("tq_offload_tier_stored_total", {"tier": "ram"}) or 0
+        w.put(w.keys(3))
+        assert REGISTRY.get_sample_value("tq_offload_tier_stored_total", {"tier": "ram"}) == before + 3
+        held = w.frames.tiers[0].store.usage().nbytes
+        assert REGISTRY.get_sample_value("tq_offload_tier_bytes", {"tier": "ram"}) == held > 0
+        assert b"tq_offload_tier_misses_total" in generate_latest()
+    assert REGISTRY.get_sample_value("tq_offload_tier_bytes", {"tier": "ram"}) == 0
 
 
 def test_close_ends_all_threads_and_later_calls_are_misses() -> None:
