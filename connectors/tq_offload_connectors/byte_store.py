@@ -6,10 +6,14 @@ import abc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from tq_offload.errors import StoreError
 
-__all__ = ["MAX_KEY_BYTES", "Allocate", "ByteStore", "Usage", "check_key"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["MAX_KEY_BYTES", "Allocate", "ByteStore", "Usage", "as_bytes", "check_key"]
 
 MAX_KEY_BYTES = 1024
 """Longest key in bytes of UTF-8."""
@@ -115,6 +119,8 @@ class ByteStore(abc.ABC):
     def pin(self, key: str) -> bool:
         """Keep an entry from being evicted until `unpin` was called as often.
 
+        Pins belong to the key: they outlive a delete and a new put, and every pin that returned True needs its unpin.
+
         Returns:
             Whether the entry is there. A store that cannot pin says so by `contains` alone.
         """
@@ -125,14 +131,14 @@ class ByteStore(abc.ABC):
         return self.contains(key)
 
     def clear(self) -> int:
-        """Remove every entry that is not pinned. Returns how many."""
+        """Remove every entry, in a store that can pin those that are not pinned. Returns how many."""
         return sum(self.delete(key) for key in self.keys())
 
     def describe(self) -> str:
         """Where it stores, for a log line; without passwords."""
         return self.kind
 
-    def __enter__(self) -> ByteStore:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
@@ -148,3 +154,14 @@ def check_key(key: str) -> str:
     if not 0 < len(key.encode("utf-8", "surrogatepass")) <= MAX_KEY_BYTES:
         raise StoreError(f"a key has 1 to {MAX_KEY_BYTES} bytes, found {len(key)} characters")
     return key
+
+
+def as_bytes(value: memoryview) -> memoryview:
+    """The same memory as a flat view of bytes, read-only.
+
+    Raises:
+        StoreError: Not contiguous.
+    """
+    if not value.c_contiguous:
+        raise StoreError("a value is contiguous bytes")
+    return value.cast("B").toreadonly()
