@@ -41,7 +41,7 @@ class ByteStore(abc.ABC):
     """Bytes under keys. Every method is thread-safe and may block; callers run them on worker threads.
 
     Keys are non-empty text of at most `MAX_KEY_BYTES` bytes. A value is published as a whole or not at all: `get` never
-    returns part of one, and a `put` that raises leaves either the old value or none. Methods raise a `StoreError` and
+    returns part of one. Methods raise a `StoreError` and
     nothing else; an absent entry is no error.
     """
 
@@ -59,7 +59,8 @@ class ByteStore(abc.ABC):
 
         Raises:
             StoreFullError, EntryTooLargeError: No room now; no room ever.
-            StoreError: Another subclass: the store failed.
+            StoreError: Another subclass: the store failed. After a StoreTimeoutError or StoreUnavailableError the value
+                may be there all the same, or still arrive.
         """
 
     @abc.abstractmethod

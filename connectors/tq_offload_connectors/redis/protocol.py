@@ -1,0 +1,148 @@
+"""RESP2, the protocol of Redis: long arguments are sent and long replies received without a copy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from tq_offload.errors import StoreIOError, StoreTimeoutError, StoreUnavailableError
+from tq_offload_connectors.byte_store import Allocate
+
+__all__ = ["Command", "Reply", "ReplyReader", "ServerError", "code_of", "pack"]
+
+Command = Sequence["bytes | memoryview"]
+"""Name and arguments."""
+
+Reply = Any
+"""A bulk string as a memoryview, one in an array as bytes; int, bytes, None, a list; an exception: an error reply."""
+
+MAX_STRING = 1 << 40
+MAX_ITEMS = 1 << 24
+MIN_RATE = 16 << 20  # bytes/s below which a reply is given up
+
+_JOIN_BELOW = 4096  # arguments that are copied into one buffer with what is before and after them
+_READ_SIZE = 1 << 16
+_CODES = {"MovedError": "MOVED", "AskError": "ASK", "ReadOnlyError": "READONLY"}  # redis-py cuts the code off
+
+
+class ServerError(Exception):
+    """An error that the server answered, with its text."""
+
+
+class Receiver(Protocol):
+    """A socket."""
+
+    def recv_into(self, buffer: memoryview, nbytes: int = ..., flags: int = ..., /) -> int:
+        """Receive into a buffer; 0: the other side has closed."""
+
+
+def code_of(reply: Reply) -> str:
+    """The first word of an error that the server answered, as `MOVED`; empty for any other reply."""
+    if not isinstance(reply, Exception):
+        return ""
+    return _CODES.get(type(reply).__name__) or str(reply).split(" ", 1)[0]
+
+
+def pack(commands: Sequence[Command]) -> list[bytes | memoryview]:
+    """The commands as they are sent, without a copy of long arguments."""
+    parts: list[bytes | memoryview] = []
+    buffer = bytearray()
+    for command in commands:
+        buffer += b"*%d\r\n" % len(command)
+        for argument in command:
+            buffer += b"$%d\r\n" % len(argument)
+            if len(argument) < _JOIN_BELOW:
+                buffer += argument
+            else:
+                parts += [bytes(buffer), argument]
+                buffer.clear()
+            buffer += b"\r\n"
+    return [*parts, bytes(buffer)]
+
+
+class ReplyReader:
+    """Reads the replies of one exchange; made anew for each.
+
+    Args:
+        sock: Socket with a timeout.
+        timeout_s: Time for each reply, and again as much for each `MIN_RATE` * `timeout_s` bytes of it.
+        allocate: Lends buffers for bulk strings; None: new ones.
+    """
+
+    def __init__(self, sock: Receiver, timeout_s: float, allocate: Allocate | None = None) -> None:
+        self._sock, self._timeout_s = sock, timeout_s
+        self._allocate = allocate or (lambda nbytes: np.empty(nbytes, np.uint8).data)
+        self._received = bytearray(_READ_SIZE)
+        self._buffer = memoryview(self._received)
+        self._start = self._end = 0
+        self._deadline = 0.0
+
+    @property
+    def clean(self) -> bool:
+        """True if nothing was received that no reply has used."""
+        return self._start == self._end
+
+    def read(self) -> Reply:
+        """The next reply.
+
+        Raises:
+            StoreIOError: It is no RESP2. StoreTimeoutError, StoreUnavailableError, OSError: it does not come.
+        """
+        self._deadline = time.monotonic() + self._timeout_s
+        return self._read(nested=False)
+
+    def _read(self, *, nested: bool) -> Reply:
+        line = self._line()
+        kind, rest = line[:1], line[1:]
+        if kind == b"+":
+            return rest
+        if kind == b"-":
+            return ServerError(rest.decode("utf-8", "replace"))
+        if kind not in (b":", b"$", b"*") or not rest.removeprefix(b"-").isdigit():
+            raise StoreIOError(f"not a reply of Redis: {line[:80]!r}")
+        number = int(rest)
+        if kind == b":":
+            return number
+        if number < 0:
+            return None
+        if number > (MAX_STRING if kind == b"$" else MAX_ITEMS):
+            raise StoreIOError(f"not a reply of Redis: {line[:80]!r}")
+        if kind == b"*":
+            return [self._read(nested=True) for _ in range(number)]
+        return self._string(number, nested=nested)
+
+    def _string(self, nbytes: int, *, nested: bool) -> bytes | memoryview:
+        self._deadline += nbytes / MIN_RATE
+        value = memoryview(bytearray(nbytes)) if nested else self._allocate(nbytes)
+        done = min(nbytes, self._end - self._start)
+        value[:done] = self._buffer[self._start : self._start + done]
+        self._start += done
+        while done < nbytes:
+            done += self._receive(value[done:])
+        if self._line():
+            raise StoreIOError("not a reply of Redis: a string that is longer than it says")
+        return bytes(value) if nested else value.toreadonly()
+
+    def _line(self) -> bytes:
+        while True:
+            end = self._received.find(b"\r\n", self._start, self._end)
+            if end >= 0:
+                line, self._start = bytes(self._buffer[self._start : end]), end + 2
+                return line
+            rest = bytes(self._buffer[self._start : self._end])
+            if len(rest) == _READ_SIZE:
+                raise StoreIOError(f"not a reply of Redis: {rest[:80]!r}")
+            self._buffer[: len(rest)] = rest
+            self._start, self._end = 0, len(rest)
+            self._end += self._receive(self._buffer[self._end :])
+
+    def _receive(self, into: memoryview) -> int:
+        if time.monotonic() > self._deadline:
+            raise StoreTimeoutError("the reply comes too slowly")
+        received = self._sock.recv_into(into)
+        if not received:
+            raise StoreUnavailableError("the server closed the connection")
+        return received
