@@ -14,7 +14,7 @@ endif
 BIN := $(dir $(PYTHON))
 SOURCES := $(wildcard tq_offload connectors tests benchmarks scripts tools)
 
-.PHONY: help env demo demo-short bench-codec bench-quality test check format clean
+.PHONY: help env demo demo-short bench-codec bench-put bench-quality test check format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,8 +34,11 @@ demo-short: $(READY) ## The same with naive and turboquant only; what CI runs
 bench-codec: $(READY) ## Speed of the codec beside LMCache's fp8 and memcpy, one thread; fails below 4x and 0.3x (BENCH_ARGS="--json out.json")
 	$(PYTHON) -m benchmarks.bench_codec --check $(BENCH_ARGS)
 
+bench-put: $(READY) ## How long a store call holds the engine's thread, beside encoding there; fails above 10 % (BENCH_ARGS="--json out.json")
+	$(PYTHON) -m benchmarks.bench_put --check $(BENCH_ARGS)
+
 test: check ## Everything CI tests: `make check`, then pytest (PYTEST_ARGS="-k frame")
-	$(PYTHON) -m pytest $(PYTEST_ARGS)
+	$(PYTHON) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 check: $(READY) ## Lint, format, types, and which module may import which
 	$(BIN)ruff check $(SOURCES)

@@ -17,7 +17,7 @@ from tq_offload.integrations.lmcache.settings import (
     settings_from_serde,
     tier_settings,
 )
-from tq_offload_connectors.redis_settings import RedisSettings
+from tq_offload_connectors.redis.settings import RedisSettings
 from tq_offload_connectors.tier import Tier
 
 __all__ = ["EXTRA_PREFIX", "TierPlan", "make_tiers", "plan_from_config"]

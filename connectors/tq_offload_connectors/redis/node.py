@@ -12,7 +12,7 @@ from tq_offload.errors import StoreClosedError, StoreError, StoreTimeoutError, S
 from tq_offload_connectors.byte_store import Allocate
 from tq_offload_connectors.redis.breaker import Breaker
 from tq_offload_connectors.redis.errors import mapped, store_error
-from tq_offload_connectors.redis.protocol import Command, Reply, ReplyReader, code_of, pack
+from tq_offload_connectors.redis.protocol import READ_RECORD, Command, Reply, ReplyReader, code_of, join_record, pack
 from tq_offload_connectors.redis.settings import Address, RedisSettings
 
 __all__ = ["SMALL_VALUE", "Node", "make_pool"]
@@ -114,7 +114,7 @@ class Node:
         connection = self._connection()
         try:
             connection.send_packed_command(pack(commands))
-            replies, clean = self._replies(connection, len(commands), allocate)
+            replies, clean = self._replies(connection, commands, allocate)
             if not clean or self._closed.is_set() or any(code_of(reply) == "READONLY" for reply in replies):
                 connection.disconnect()  # READONLY: a master that became a replica; its name is to be resolved anew
         except BaseException:
@@ -124,11 +124,13 @@ class Node:
         self._pool.release(connection)
         return replies
 
-    def _replies(self, connection: Any, count: int, allocate: Allocate | None) -> tuple[list[Reply], bool]:
+    def _replies(
+        self, connection: Any, commands: Sequence[Command], allocate: Allocate | None
+    ) -> tuple[list[Reply], bool]:
         if not self._owned:  # whatever protocol and parser the caller's client has
-            return [_read(connection) for _ in range(count)], True
+            return [_read(connection, command) for command in commands], True
         reader = ReplyReader(connection._sock, self._settings.socket_timeout_s, allocate)
-        replies = [reader.read() for _ in range(count)]
+        replies = [reader.read_record() if command[0] == READ_RECORD else reader.read() for command in commands]
         for reply in replies:
             if isinstance(reply, Exception) and str(reply).startswith(_NO_SERVICE):
                 raise store_error(reply)
@@ -146,13 +148,14 @@ class Node:
             raise
 
 
-def _read(connection: Any) -> Reply:
+def _read(connection: Any, command: Command) -> Reply:
     from redis.exceptions import ResponseError
 
     try:
-        return connection.read_response()
+        reply = connection.read_response()
     except ResponseError as error:
         return error
+    return join_record(reply) if command[0] == READ_RECORD else reply
 
 
 def make_pool(settings: RedisSettings, address: Address | None, *, auth: bool = True) -> Any:

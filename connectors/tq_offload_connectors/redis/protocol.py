@@ -11,7 +11,7 @@ import numpy as np
 from tq_offload.errors import StoreIOError, StoreTimeoutError, StoreUnavailableError
 from tq_offload_connectors.byte_store import Allocate
 
-__all__ = ["Command", "Reply", "ReplyReader", "ServerError", "code_of", "pack"]
+__all__ = ["READ_RECORD", "Command", "Reply", "ReplyReader", "ServerError", "code_of", "join_record", "pack"]
 
 Command = Sequence["bytes | memoryview"]
 """Name and arguments."""
@@ -22,6 +22,9 @@ Reply = Any
 MAX_STRING = 1 << 40
 MAX_ITEMS = 1 << 24
 MIN_RATE = 16 << 20  # bytes/s below which a reply is given up
+
+READ_RECORD = b"HMGET"
+"""The command whose reply is read as one record; see `records`."""
 
 _JOIN_BELOW = 4096  # arguments that are copied into one buffer with what is before and after them
 _READ_SIZE = 1 << 16
@@ -63,6 +66,21 @@ def pack(commands: Sequence[Command]) -> list[bytes | memoryview]:
     return [*parts, bytes(buffer)]
 
 
+def join_record(reply: Reply) -> Reply:
+    """What `ReplyReader.read_record` gives, from a reply that another parser has read."""
+    if not isinstance(reply, list) or len(reply) < 2:
+        return reply
+    length, *parts = reply
+    if length is None and not any(part is not None for part in parts):
+        return None
+    total = int(length) if isinstance(length, bytes) and length.isdigit() else 0
+    value = bytearray()
+    for part in parts:
+        if part is not None and len(value) + len(part) <= total:
+            value += part
+    return memoryview(value).toreadonly()
+
+
 class ReplyReader:
     """Reads the replies of one exchange; made anew for each.
 
@@ -94,8 +112,37 @@ class ReplyReader:
         self._deadline = time.monotonic() + self._timeout_s
         return self._read(nested=False)
 
-    def _read(self, *, nested: bool) -> Reply:
+    def read_record(self) -> Reply:
+        """The next reply, of an HMGET whose first string is the length of what the others make up together.
+
+        Returns:
+            Their bytes in one buffer, cut off at the length; fewer if some are missing. None if all of them are.
+        """
+        self._deadline = time.monotonic() + self._timeout_s
         line = self._line()
+        if line[:1] != b"*" or not line[1:].isdigit() or int(line[1:]) < 2:
+            return self._parse(line, nested=False)
+        length, parts = self._read(nested=True), int(line[1:]) - 1
+        total = int(length) if isinstance(length, bytes) and length.isdigit() and int(length) <= MAX_STRING else 0
+        value = self._allocate(total) if total else memoryview(bytearray())
+        at, found = 0, length is not None
+        for _ in range(parts):
+            header = self._line()
+            if header[:1] != b"$" or not header[1:].removeprefix(b"-").isdigit():
+                raise StoreIOError(f"not a part of a record: {header[:80]!r}")
+            nbytes = int(header[1:])
+            if nbytes < 0:
+                continue
+            found = True
+            fits = at + nbytes <= total
+            self._fill(value[at : at + nbytes] if fits else memoryview(bytearray(nbytes)))
+            at += nbytes if fits else 0
+        return value[:at].toreadonly() if found else None
+
+    def _read(self, *, nested: bool) -> Reply:
+        return self._parse(self._line(), nested=nested)
+
+    def _parse(self, line: bytes, *, nested: bool) -> Reply:
         kind, rest = line[:1], line[1:]
         if kind == b"+":
             return rest
@@ -115,8 +162,14 @@ class ReplyReader:
         return self._string(number, nested=nested)
 
     def _string(self, nbytes: int, *, nested: bool) -> bytes | memoryview:
-        self._deadline += nbytes / MIN_RATE
         value = memoryview(bytearray(nbytes)) if nested else self._allocate(nbytes)
+        self._fill(value)
+        return bytes(value) if nested else value.toreadonly()
+
+    def _fill(self, value: memoryview) -> None:
+        """Receive the bytes of a string, and the end of its line."""
+        nbytes = len(value)
+        self._deadline += nbytes / MIN_RATE
         done = min(nbytes, self._end - self._start)
         value[:done] = self._buffer[self._start : self._start + done]
         self._start += done
@@ -124,7 +177,6 @@ class ReplyReader:
             done += self._receive(value[done:])
         if self._line():
             raise StoreIOError("not a reply of Redis: a string that is longer than it says")
-        return bytes(value) if nested else value.toreadonly()
 
     def _line(self) -> bytes:
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from tq_offload.errors import ConfigError, EntryTooLargeError, StoreClosedError, StoreError, StoreIOError
@@ -12,6 +13,7 @@ from tq_offload_connectors.byte_store import Allocate, ByteStore, Usage, as_byte
 from tq_offload_connectors.redis.errors import require_redis, store_error
 from tq_offload_connectors.redis.node import SMALL_VALUE, Node
 from tq_offload_connectors.redis.protocol import Command, Reply
+from tq_offload_connectors.redis.records import LENGTH_FIELD, part_sizes, read_command, write_command
 from tq_offload_connectors.redis.settings import RedisSettings
 from tq_offload_connectors.redis.topology import Topology, make_topology
 
@@ -19,19 +21,19 @@ __all__ = ["RedisSettings", "RedisStore"]
 
 SCAN_COUNT = 1000
 BATCH = 1000
-"""Keys in one pipeline of STRLEN, UNLINK or MEMORY USAGE."""
+"""Keys in one pipeline of HGET, UNLINK or MEMORY USAGE."""
 
 
 class RedisStore(ByteStore):
-    """Values in Redis: a value is a string under the prefix and the key, written by one SET.
+    """Values in Redis: a value is a hash of a few parts under the prefix and the key, written by one HSET (`records`).
 
     The server evicts and expires by its own rules. A call fails at once while the store waits after a failure, and
     otherwise within `connect_timeout_s` and `socket_timeout_s` times the number of tries, and a second for every 16 MiB
     that are read. A put that ends in StoreTimeoutError or StoreUnavailableError may
     have stored the new value, or still store it.
 
-    A key of another type than string reads as an empty value, as what another program wrote over an entry reads as it
-    is: the reader refuses both, and `put` and `delete` replace and remove any type.
+    A key of another type reads as an empty value, and a hash that another program has changed as what is left of the
+    value: the reader refuses both, and `put` and `delete` replace and remove any type.
 
     After a fork the child opens connections of its own.
 
@@ -60,17 +62,18 @@ class RedisStore(ByteStore):
         self._topology: Topology = make_topology(self._settings, self._closed, self._client)
 
     def put(self, key: str, value: memoryview, *, owned: bool = False) -> None:
-        """Store a value by SET; a value over the server's limit is not sent."""
-        self._check_size(key, value.nbytes)
-        _value(self._run([self._set(key, value)])[0])
+        """Store a value by HSET; a value with a part over the server's limit is not sent."""
+        errors = self.put_many([(key, value)])
+        if errors[0] is not None:
+            raise errors[0]
 
     def get(self, key: str, allocate: Allocate | None = None) -> memoryview | None:
-        """Read a value by GET."""
-        return _bytes(self._run([(b"GET", self._full(key))], allocate)[0])
+        """Read a value by HMGET, its parts into one buffer."""
+        return _bytes(self._run([read_command(self._full(key))], allocate)[0])
 
     def get_many(self, keys: Sequence[str]) -> list[memoryview | None]:
         """Read several values in one pipeline."""
-        return [_bytes(reply) for reply in self._run([(b"GET", self._full(key)) for key in keys])]
+        return [_bytes(reply) for reply in self._run([read_command(self._full(key)) for key in keys])]
 
     def contains(self, key: str) -> bool:
         """True if the key has a value."""
@@ -90,19 +93,18 @@ class RedisStore(ByteStore):
     def put_many(self, items: Sequence[tuple[str, memoryview]]) -> list[StoreError | None]:
         """Store several values, in pipelines of about `pipeline_bytes`; for each its error, or None."""
         errors: list[StoreError | None] = [None] * len(items)
-        batch: dict[int, Command] = {}
+        batch: dict[int, list[Command]] = {}
         size = 0
         for index, (key, value) in enumerate(items):
             try:
-                self._check_size(key, value.nbytes)
-                command = self._set(key, value)
+                commands = self._set(key, value)
             except StoreError as error:
                 errors[index] = error
                 continue
             if batch and size + value.nbytes > self._settings.pipeline_bytes:
                 self._put_batch(batch, errors)
                 batch, size = {}, 0
-            batch[index] = command
+            batch[index] = commands
             size += value.nbytes
         self._put_batch(batch, errors)
         return errors
@@ -125,13 +127,14 @@ class RedisStore(ByteStore):
     def usage(self) -> Usage:
         """Number and bytes of the values under the prefix, without the server's overhead (`memory_usage` has it).
 
-        Costs a SCAN of the whole database and a STRLEN per key: one to three seconds per 100,000 keys.
+        Costs a SCAN of the whole database and an HGET per key: one to three seconds per 100,000 keys.
         """
         entries = nbytes = 0
         for _, names in self._scan():
             entries += len(names)
-            for reply in self._batched([(b"STRLEN", name) for name in names]):
-                nbytes += reply if isinstance(reply, int) else 0
+            for reply in self._batched([(b"HGET", name, LENGTH_FIELD) for name in names]):
+                length = b"" if reply is None or isinstance(reply, Exception) else bytes(reply)
+                nbytes += int(length) if length.isdigit() else 0
         return Usage(entries, nbytes, None)
 
     def memory_usage(self, keys: Sequence[str]) -> list[int | None]:
@@ -163,26 +166,38 @@ class RedisStore(ByteStore):
     def _full(self, key: str) -> bytes:
         return self._prefix + check_key(key).encode("utf-8", "surrogatepass")
 
-    def _set(self, key: str, value: memoryview) -> Command:
-        expiry: tuple[bytes, ...] = ()
-        if self._settings.ttl_s is not None:
-            expiry = (b"PX", b"%d" % max(1, round(self._settings.ttl_s * 1000)))
-        return (b"SET", self._full(key), as_bytes(value), *expiry)
-
-    def _check_size(self, key: str, nbytes: int) -> None:
-        full = self._full(key)
-        if nbytes > SMALL_VALUE:
+    def _set(self, key: str, value: memoryview) -> list[Command]:
+        full, data = self._full(key), as_bytes(value)
+        largest = max(part_sizes(data.nbytes), default=0)
+        if largest > SMALL_VALUE:
             limit = self._current().node_of(full).value_limit()
-            if nbytes > limit:
-                raise EntryTooLargeError(f"a value of {nbytes} bytes is over the server's limit of {limit}")
+            if largest > limit:
+                raise EntryTooLargeError(f"a part of {largest} bytes is over the server's limit of {limit}")
+        commands = [write_command(full, data)]
+        if self._settings.ttl_s is not None:
+            commands.append((b"PEXPIRE", full, b"%d" % max(1, round(self._settings.ttl_s * 1000))))
+        return commands
 
-    def _put_batch(self, batch: dict[int, Command], errors: list[StoreError | None]) -> None:
+    def _put_batch(self, batch: dict[int, list[Command]], errors: list[StoreError | None]) -> None:
         try:
-            for index, reply in zip(batch, self._run(list(batch.values())), strict=True):
-                errors[index] = store_error(reply) if isinstance(reply, Exception) else None
+            other_type = self._send_batch(batch, errors)
+            if other_type:
+                self._run([(b"DEL", commands[0][1]) for commands in other_type.values()])
+                self._send_batch(other_type, errors)
         except StoreError as error:
             for index in batch:
                 errors[index] = error
+
+    def _send_batch(self, batch: dict[int, list[Command]], errors: list[StoreError | None]) -> dict[int, list[Command]]:
+        """Note the first error of each value. Returns those whose key has another type."""
+        replies = iter(self._run([command for commands in batch.values() for command in commands]))
+        other_type = {}
+        for index, commands in batch.items():
+            failed = [reply for reply in islice(replies, len(commands)) if isinstance(reply, Exception)]
+            errors[index] = store_error(failed[0]) if failed else None
+            if failed and str(failed[0]).startswith("WRONGTYPE"):
+                other_type[index] = commands
+        return other_type
 
     def _batched(self, commands: Sequence[Command]) -> Iterator[Reply]:
         for start in range(0, len(commands), BATCH):
@@ -223,7 +238,7 @@ def _bytes(reply: Reply) -> memoryview | None:
             return memoryview(b"")
         raise store_error(reply) from reply
     if reply is not None and not isinstance(reply, (bytes, memoryview)):
-        raise StoreIOError(f"redis answers GET with {type(reply).__name__}")
+        raise StoreIOError(f"redis answers HMGET with {type(reply).__name__}")
     return None if reply is None else memoryview(reply)
 
 
