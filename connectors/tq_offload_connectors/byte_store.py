@@ -107,6 +107,10 @@ class ByteStore(abc.ABC):
             return error
         return None
 
+    def contains_many(self, keys: Sequence[str]) -> list[bool]:
+        """Which of the keys have a value."""
+        return [self.contains(key) for key in keys]
+
     def contains_prefix(self, keys: Sequence[str]) -> int:
         """How many of the keys, from the first on without a gap, have a value."""
         for count, key in enumerate(keys):

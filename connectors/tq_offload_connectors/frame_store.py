@@ -342,6 +342,8 @@ class FrameStore:
             if tier.remote:  # one round trip; asked last: the first that it does not have ends the prefix
                 count = self._asked(tier, partial(tier.store.contains_prefix, [names[i] for i in missing]))
                 missing = missing[count:]
+                for position in missing:  # expired or flushed: the next put is to bring them again
+                    tier.forget(names[position])
             else:
                 missing = [i for i in missing if not self._asked(tier, partial(tier.store.contains, names[i]))]
             if not missing:

@@ -22,11 +22,12 @@ EVERYTHING = os.environ.get("TQ_TEST_ALL_LMCACHE") == "1"
 OLDER = ("0.5.3", "0.5.4", "0.5.5") if EVERYTHING else ("0.5.3", "0.5.4")
 SUITES = (
     "test_serde.py", "test_processor.py", "test_adapter.py", "test_ledger.py", "test_repair.py", "test_activation.py",
+    "test_in_process.py", "test_in_process_activation.py", "test_l2_stores.py",
 )  # fmt: skip
 # Left out by default: what starts further processes only to repeat our own logic, and tests of our own classes.
 OWN_LOGIC = (
     "bad_setting", "unsupported_lmcache", "imports_neither", "free_of_lmcache", "without_the_setting", "two_names",
-    "in_process", "explicit_way", "limited_rate", "cancels", "unknown_uint8",
+    "explicit_way", "limited_rate", "cancels", "unknown_uint8",
 )  # fmt: skip
 
 

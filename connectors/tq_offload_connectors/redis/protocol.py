@@ -11,7 +11,10 @@ import numpy as np
 from tq_offload.errors import StoreIOError, StoreTimeoutError, StoreUnavailableError
 from tq_offload_connectors.byte_store import Allocate
 
-__all__ = ["READ_RECORD", "Command", "Reply", "ReplyReader", "ServerError", "code_of", "join_record", "pack"]
+__all__ = [
+    "MAX_DIGITS", "READ_RECORD", "Command", "Reply", "ReplyReader", "ServerError", "code_of", "join_record",
+    "length_of", "pack",
+]  # fmt: skip
 
 Command = Sequence["bytes | memoryview"]
 """Name and arguments."""
@@ -23,9 +26,13 @@ MAX_STRING = 1 << 40
 MAX_ITEMS = 1 << 24
 MIN_RATE = 16 << 20  # bytes/s below which a reply is given up
 
+MAX_DIGITS = 12
+"""Of the length of a record; a longer one is none."""
+
 READ_RECORD = b"HMGET"
 """The command whose reply is read as one record; see `records`."""
 
+_MAX_FIELDS = 16  # of a record
 _JOIN_BELOW = 4096  # arguments that are copied into one buffer with what is before and after them
 _READ_SIZE = 1 << 16
 _CODES = {"MovedError": "MOVED", "AskError": "ASK", "ReadOnlyError": "READONLY"}  # redis-py cuts the code off
@@ -66,19 +73,23 @@ def pack(commands: Sequence[Command]) -> list[bytes | memoryview]:
     return [*parts, bytes(buffer)]
 
 
+def length_of(field: Reply) -> int:
+    """The length that a record states; -1: it states none."""
+    return int(field) if isinstance(field, bytes) and len(field) <= MAX_DIGITS and field.isdigit() else -1
+
+
 def join_record(reply: Reply) -> Reply:
     """What `ReplyReader.read_record` gives, from a reply that another parser has read."""
-    if not isinstance(reply, list) or len(reply) < 2:
+    if not isinstance(reply, list) or not 2 <= len(reply) <= _MAX_FIELDS:
         return reply
-    length, *parts = reply
-    if length is None and not any(part is not None for part in parts):
+    if any(not isinstance(field, (bytes, type(None))) for field in reply):
+        raise StoreIOError(f"not a record: {str(reply)[:80]}")
+    if all(field is None for field in reply):
         return None
-    total = int(length) if isinstance(length, bytes) and length.isdigit() else 0
-    value = bytearray()
-    for part in parts:
-        if part is not None and len(value) + len(part) <= total:
-            value += part
-    return memoryview(value).toreadonly()
+    parts = [part or b"" for part in reply[1:]]
+    total = sum(map(len, parts))
+    whole = total == length_of(reply[0]) and total <= len(parts) * len(parts[0])
+    return memoryview(b"".join(parts) if whole else b"")
 
 
 class ReplyReader:
@@ -92,7 +103,7 @@ class ReplyReader:
 
     def __init__(self, sock: Receiver, timeout_s: float, allocate: Allocate | None = None) -> None:
         self._sock, self._timeout_s = sock, timeout_s
-        self._allocate = allocate or (lambda nbytes: np.empty(nbytes, np.uint8).data)
+        self._allocate = allocate or _new_buffer
         self._received = bytearray(_READ_SIZE)
         self._buffer = memoryview(self._received)
         self._start = self._end = 0
@@ -115,29 +126,47 @@ class ReplyReader:
     def read_record(self) -> Reply:
         """The next reply, of an HMGET whose first string is the length of what the others make up together.
 
+        The length is believed only as far as the first of them, which is the longest, bears it out.
+
         Returns:
-            Their bytes in one buffer, cut off at the length; fewer if some are missing. None if all of them are.
+            Their bytes in one buffer: empty if they do not make up the length, None if there are no strings.
         """
         self._deadline = time.monotonic() + self._timeout_s
         line = self._line()
-        if line[:1] != b"*" or not line[1:].isdigit() or int(line[1:]) < 2:
+        count = _number(line[1:]) if line[:1] == b"*" else None
+        if count is None or not 2 <= count <= _MAX_FIELDS:
             return self._parse(line, nested=False)
-        length, parts = self._read(nested=True), int(line[1:]) - 1
-        total = int(length) if isinstance(length, bytes) and length.isdigit() and int(length) <= MAX_STRING else 0
-        value = self._allocate(total) if total else memoryview(bytearray())
-        at, found = 0, length is not None
-        for _ in range(parts):
-            header = self._line()
-            if header[:1] != b"$" or not header[1:].removeprefix(b"-").isdigit():
-                raise StoreIOError(f"not a part of a record: {header[:80]!r}")
-            nbytes = int(header[1:])
-            if nbytes < 0:
-                continue
-            found = True
-            fits = at + nbytes <= total
-            self._fill(value[at : at + nbytes] if fits else memoryview(bytearray(nbytes)))
-            at += nbytes if fits else 0
-        return value[:at].toreadonly() if found else None
+        total, found = self._record_length()
+        value, at = memoryview(b""), 0
+        for index in range(count - 1):
+            nbytes = self._string_header()
+            found = found or nbytes >= 0
+            if index == 0 and 0 < total <= (count - 1) * nbytes:
+                value = self._allocate(total)
+            if 0 < nbytes <= len(value) - at:
+                self._fill(value[at : at + nbytes])
+            elif nbytes >= 0:
+                self._skip(nbytes)
+            at += max(0, nbytes)
+        if not found:
+            return None
+        return value.toreadonly() if at == total else memoryview(b"")
+
+    def _record_length(self) -> tuple[int, bool]:
+        """The length that a record states, as `length_of`, and whether there is a string for it."""
+        nbytes = self._string_header()
+        if nbytes <= MAX_DIGITS:
+            return length_of(self._string(nbytes, nested=True) if nbytes >= 0 else None), nbytes >= 0
+        self._skip(nbytes)
+        return -1, True
+
+    def _string_header(self) -> int:
+        """Size in bytes of the string that comes next; -1: there is none."""
+        line = self._line()
+        nbytes = _number(line[1:])
+        if line[:1] != b"$" or nbytes is None or nbytes > MAX_STRING:
+            raise StoreIOError(f"not a part of a record: {line[:80]!r}")
+        return max(-1, nbytes)
 
     def _read(self, *, nested: bool) -> Reply:
         return self._parse(self._line(), nested=nested)
@@ -148,9 +177,9 @@ class ReplyReader:
             return rest
         if kind == b"-":
             return ServerError(rest.decode("utf-8", "replace"))
-        if kind not in (b":", b"$", b"*") or not rest.removeprefix(b"-").isdigit():
+        number = _number(rest)
+        if kind not in (b":", b"$", b"*") or number is None:
             raise StoreIOError(f"not a reply of Redis: {line[:80]!r}")
-        number = int(rest)
         if kind == b":":
             return number
         if number < 0:
@@ -175,6 +204,20 @@ class ReplyReader:
         self._start += done
         while done < nbytes:
             done += self._receive(value[done:])
+        self._end_string()
+
+    def _skip(self, nbytes: int) -> None:
+        """Receive a string, and drop it."""
+        self._deadline += nbytes / MIN_RATE
+        while nbytes:
+            if self._start == self._end:
+                self._start, self._end = 0, self._receive(self._buffer)
+            used = min(nbytes, self._end - self._start)
+            self._start += used
+            nbytes -= used
+        self._end_string()
+
+    def _end_string(self) -> None:
         if self._line():
             raise StoreIOError("not a reply of Redis: a string that is longer than it says")
 
@@ -198,3 +241,15 @@ class ReplyReader:
         if not received:
             raise StoreUnavailableError("the server closed the connection")
         return received
+
+
+def _number(text: bytes) -> int | None:
+    """An integer of 64 bits; None: it is none."""
+    return int(text) if len(text) <= 20 and text.removeprefix(b"-").isdigit() else None
+
+
+def _new_buffer(nbytes: int) -> memoryview:
+    try:
+        return np.empty(nbytes, np.uint8).data
+    except MemoryError as error:
+        raise StoreIOError(f"no memory for a value of {nbytes} bytes") from error

@@ -12,7 +12,7 @@ from tq_offload.errors import ConfigError, EntryTooLargeError, StoreClosedError,
 from tq_offload_connectors.byte_store import Allocate, ByteStore, Usage, as_bytes, check_key
 from tq_offload_connectors.redis.errors import require_redis, store_error
 from tq_offload_connectors.redis.node import SMALL_VALUE, Node
-from tq_offload_connectors.redis.protocol import Command, Reply
+from tq_offload_connectors.redis.protocol import Command, Reply, length_of
 from tq_offload_connectors.redis.records import LENGTH_FIELD, part_sizes, read_command, write_command
 from tq_offload_connectors.redis.settings import RedisSettings
 from tq_offload_connectors.redis.topology import Topology, make_topology
@@ -32,8 +32,9 @@ class RedisStore(ByteStore):
     that are read. A put that ends in StoreTimeoutError or StoreUnavailableError may
     have stored the new value, or still store it.
 
-    A key of another type reads as an empty value, and a hash that another program has changed as what is left of the
-    value: the reader refuses both, and `put` and `delete` replace and remove any type.
+    A key of another type, and a hash whose parts do not make up its length, read as an empty value, which the reader
+    refuses; `put` and `delete` replace and remove any type. A key of another type or without a length is not contained.
+    A `put` without `ttl_s` ends the time that a key had.
 
     After a fork the child opens connections of its own.
 
@@ -79,10 +80,14 @@ class RedisStore(ByteStore):
         """True if the key has a value."""
         return self.contains_prefix([key]) == 1
 
+    def contains_many(self, keys: Sequence[str]) -> list[bool]:
+        """Which of the keys have a value: one round trip for all."""
+        return [_contained(reply) for reply in self._lookups(keys)]
+
     def contains_prefix(self, keys: Sequence[str]) -> int:
         """How many of the keys, from the first on without a gap, have a value: one round trip for all."""
-        for count, reply in enumerate(self._run([(b"EXISTS", self._full(key)) for key in keys])):
-            if not _value(reply):
+        for count, reply in enumerate(self._lookups(keys)):
+            if not _contained(reply):
                 return count
         return len(keys)
 
@@ -133,8 +138,7 @@ class RedisStore(ByteStore):
         for _, names in self._scan():
             entries += len(names)
             for reply in self._batched([(b"HGET", name, LENGTH_FIELD) for name in names]):
-                length = b"" if reply is None or isinstance(reply, Exception) else bytes(reply)
-                nbytes += int(length) if length.isdigit() else 0
+                nbytes += max(0, length_of(bytes(reply))) if isinstance(reply, (bytes, memoryview)) else 0
         return Usage(entries, nbytes, None)
 
     def memory_usage(self, keys: Sequence[str]) -> list[int | None]:
@@ -156,6 +160,9 @@ class RedisStore(ByteStore):
     def _run(self, commands: Sequence[Command], allocate: Allocate | None = None) -> list[Reply]:
         return self._current().run(commands, allocate) if commands else []
 
+    def _lookups(self, keys: Sequence[str]) -> list[Reply]:
+        return self._run([(b"HEXISTS", self._full(key), LENGTH_FIELD) for key in keys])
+
     def _current(self) -> Topology:
         if self._closed.is_set():
             raise StoreClosedError("the store was closed")
@@ -173,10 +180,9 @@ class RedisStore(ByteStore):
             limit = self._current().node_of(full).value_limit()
             if largest > limit:
                 raise EntryTooLargeError(f"a part of {largest} bytes is over the server's limit of {limit}")
-        commands = [write_command(full, data)]
-        if self._settings.ttl_s is not None:
-            commands.append((b"PEXPIRE", full, b"%d" % max(1, round(self._settings.ttl_s * 1000))))
-        return commands
+        ttl_s = self._settings.ttl_s
+        expire = (b"PERSIST", full) if ttl_s is None else (b"PEXPIRE", full, b"%d" % max(1, round(ttl_s * 1000)))
+        return [write_command(full, data), expire]  # HSET leaves the time that the key had
 
     def _put_batch(self, batch: dict[int, list[Command]], errors: list[StoreError | None]) -> None:
         try:
@@ -195,7 +201,7 @@ class RedisStore(ByteStore):
         for index, commands in batch.items():
             failed = [reply for reply in islice(replies, len(commands)) if isinstance(reply, Exception)]
             errors[index] = store_error(failed[0]) if failed else None
-            if failed and str(failed[0]).startswith("WRONGTYPE"):
+            if failed and _has_other_type(failed[0]):
                 other_type[index] = commands
         return other_type
 
@@ -232,10 +238,18 @@ def _value(reply: Reply) -> Any:
     return reply
 
 
+def _has_other_type(reply: Reply) -> bool:
+    return isinstance(reply, Exception) and str(reply).startswith("WRONGTYPE")
+
+
+def _contained(reply: Reply) -> bool:
+    return not _has_other_type(reply) and bool(_value(reply))
+
+
 def _bytes(reply: Reply) -> memoryview | None:
+    if _has_other_type(reply):
+        return memoryview(b"")
     if isinstance(reply, Exception):
-        if str(reply).startswith("WRONGTYPE"):
-            return memoryview(b"")
         raise store_error(reply) from reply
     if reply is not None and not isinstance(reply, (bytes, memoryview)):
         raise StoreIOError(f"redis answers HMGET with {type(reply).__name__}")

@@ -9,6 +9,7 @@ anything starts). No class of LMCache is changed.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import threading
 from collections.abc import Callable
@@ -143,11 +144,13 @@ def _with_serde(create: Callable[..., Any]) -> Callable[..., Any]:
         from lmcache.v1.distributed.serde import SerdeConfig
 
         kind, number = get_type_name_for_config(config), next(numbers)
-        if kind not in UNTOUCHED and config.serde_config is None:
+        own = _own_adapter(config)
+        if kind not in UNTOUCHED and config.serde_config is None and own is None:
             config.serde_config = SerdeConfig(type=SERDE_TYPE, kwargs={})
         how = _how(config)
         adapter = create(config, l1_memory_desc)
-        logger().info("TQ-Offload: %s; L2 #%d %s: %s", L1_LINE, number, _place(kind, config), how)
+        if own is None:  # ours has said it itself
+            logger().info("TQ-Offload: %s; L2 #%d %s: %s", L1_LINE, number, _place(kind, config), how)
         return adapter
 
     return create_l2_adapter
@@ -158,8 +161,22 @@ def _place(kind: str, config: Any) -> str:
     return f"{kind} ({found})" if found else kind
 
 
+def _own_adapter(config: Any) -> Any:
+    """Our adapter class that the config of a plugin names, if it compresses by itself; else None."""
+    path = getattr(config, "module_path", None)
+    if not isinstance(path, str) or not path.startswith("tq_offload_connectors."):
+        return None
+    found = getattr(importlib.import_module(path), config.class_name, None)
+    return found if getattr(found, "tq_offload_compresses", False) else None
+
+
 def _how(config: Any) -> str:
-    serde = config.serde_config
+    serde, own = config.serde_config, _own_adapter(config)
+    if own is not None:
+        if serde is not None:
+            raise ConfigError("serde", serde.type, f"none: {config.class_name} compresses by itself")
+        own.parse(config.adapter_params)
+        return "compressed by the adapter itself"
     if serde is None:
         return "not compressed, reads other servers' L1"
     if serde.type != SERDE_TYPE:
