@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -95,9 +96,50 @@ def test_a_prefix_is_a_wall(server: RedisServer) -> None:
         store.close()
 
 
+def value_at(server: RedisServer, key: str) -> bytes:
+    """The value at a full key, read without the store."""
+    length, *parts = server.command("HMGET", key, "n", "0", "1", "2", "3")
+    value = b"".join(parts)
+    assert int(length) == len(value)
+    return value
+
+
 def test_keys_are_prefix_and_key(store: RedisStore, server: RedisServer) -> None:
     put(store, "some/key", b"v")
-    assert server.command("GET", "tq:some/key") == b"v"
+    assert server.command("KEYS", "*") == [b"tq:some/key"]
+    assert value_at(server, "tq:some/key") == b"v"
+
+
+def test_a_value_is_one_hash_of_its_length_and_four_parts(store: RedisStore, server: RedisServer) -> None:
+    value = pattern(3_000_000)
+    put(store, "k", value)
+    found = server.command("HGETALL", "tq:k")
+    assert sorted(found) == [b"0", b"1", b"2", b"3", b"n"]
+    assert found[b"n"] == b"3000000"
+    assert len(found[b"0"]) == (5 << 19) - 16
+    assert found[b"0"] + found[b"1"] + found[b"2"] + found[b"3"] == value
+
+
+def test_nothing_stays_of_the_value_before(store: RedisStore, server: RedisServer) -> None:
+    put(store, "fresh", pattern(10))
+    fresh = server.command("HGETALL", "tq:fresh")
+    for size in (3_000_000, 0, 150_000, 10):
+        put(store, "k", pattern(size))
+        assert value_at(server, "tq:k") == pattern(size)
+        assert read(store, "k") == pattern(size)
+    assert server.command("HGETALL", "tq:k") == fresh
+    assert store.memory_usage(["k"])[0] < 1_000
+
+
+def test_the_server_takes_no_more_memory_than_the_values_have(store: RedisStore) -> None:
+    """As strings the same values take 10 % more than they have, and up to 25 %."""
+    rng = random.Random(0)
+    sizes = [int(100_000 * 80 ** rng.random()) for _ in range(30)]
+    for i, size in enumerate(sizes):
+        put(store, f"k{i}", bytes(size))
+    for used, size in zip(store.memory_usage([f"k{i}" for i in range(30)]), sizes, strict=True):
+        assert used is not None
+        assert size < used < 1.012 * size
 
 
 def test_foreign_keys_under_the_prefix(store: RedisStore, server: RedisServer) -> None:
@@ -105,7 +147,7 @@ def test_foreign_keys_under_the_prefix(store: RedisStore, server: RedisServer) -
     server.command("SET", b"tq:\xff\xfe", "not UTF-8")
     server.command("RPUSH", "tq:list", "not a string")
     assert sorted(store.keys()) == ["k", "list"]
-    assert (store.usage().entries, store.usage().nbytes) == (3, 10)
+    assert (store.usage().entries, store.usage().nbytes) == (3, 1)  # of the others, no length is known
     assert store.clear() == 3
     assert server.command("DBSIZE") == 0
 
@@ -129,9 +171,33 @@ def test_entries_expire(server: RedisServer) -> None:
         put(store, "k", b"v")
         time.sleep(0.1)
         assert read(store, "k") is None
-    with connect(server) as store:
+    with connect(server, ttl_s=100) as store, connect(server, ttl_s=50) as shorter:
         put(store, "k", b"v")
-        assert server.command("PTTL", "tq:k") == -1
+        put(shorter, "k", b"w")
+        assert 49_000 < server.command("PTTL", "tq:k") <= 50_000
+        put(store, "k", b"v")
+        assert 99_000 < server.command("PTTL", "tq:k") <= 100_000
+
+
+def test_a_put_without_a_time_ends_the_one_that_the_key_had(server: RedisServer) -> None:
+    with connect(server, ttl_s=0.2) as expiring, connect(server) as store:
+        for key in ("a", "b", "c", "string"):
+            put(expiring, key, b"v")
+        server.command("SET", "tq:string", "x", "PX", 200)
+        put(store, "a", b"w")
+        assert not any(store.put_many([("b", memoryview(b"w")), ("string", memoryview(b"w"))]))
+        assert [server.command("PTTL", f"tq:{key}") for key in ("a", "b", "string")] == [-1] * 3
+        assert 0 < server.command("PTTL", "tq:c") <= 200
+        time.sleep(0.25)
+        assert [read(store, key) for key in ("a", "b", "c", "string")] == [b"w", b"w", None, b"w"]
+
+
+def test_a_value_in_place_of_another_type_expires(server: RedisServer) -> None:
+    with connect(server, ttl_s=100) as store:
+        server.command("SET", "tq:k", "x")
+        put(store, "k", b"v")
+        assert read(store, "k") == b"v"
+        assert 99_000 < server.command("PTTL", "tq:k") <= 100_000
 
 
 def test_pipelines_are_split_by_bytes(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +206,7 @@ def test_pipelines_are_split_by_bytes(server: RedisServer, monkeypatch: pytest.M
         sizes = [4_000, 4_000, 4_000, 25_000, 1, 9_999, 1]
         errors = store.put_many([(f"k{i}", memoryview(pattern(size, i))) for i, size in enumerate(sizes)])
         assert errors == [None] * len(sizes)
-        assert [len(names) for names in exchanges] == [2, 1, 1, 2, 1]
+        assert exchanges == [[b"HSET", b"PERSIST"] * count for count in (2, 1, 1, 2, 1)]
         for i, size in enumerate(sizes):
             assert read(store, f"k{i}") == pattern(size, i)
 
@@ -154,7 +220,7 @@ def test_lookups_and_reads_of_many_keys_are_one_round_trip(store: RedisStore, mo
     assert [None if value is None else bytes(value) for value in found] == [
         pattern(100, 0), pattern(100, 1), None, pattern(100, 3), None
     ]  # fmt: skip
-    assert exchanges == [[b"EXISTS"] * 5, [b"GET"] * 5]
+    assert exchanges == [[b"HEXISTS"] * 5, [b"HMGET"] * 5]
     assert store.get_many([]) == []
 
 
@@ -217,11 +283,12 @@ def test_the_value_limit_is_asked_for_once_and_for_large_values_only(
     store: RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exchanges = record_exchanges(monkeypatch)
-    put(store, "k", pattern(1 << 20))
-    assert exchanges == [[b"SET"]]
+    large = (5 << 18) - 16  # the first with a part of more than a MiB
+    put(store, "k", pattern(large - 1))
+    assert exchanges == [[b"HSET", b"PERSIST"]]
     for _ in range(3):
-        put(store, "k", pattern((1 << 20) + 1))
-    assert exchanges[1:] == [[b"CONFIG"], [b"SET"], [b"SET"], [b"SET"]]
+        put(store, "k", pattern(large))
+    assert exchanges[1:] == [[b"CONFIG"], *[[b"HSET", b"PERSIST"]] * 3]
 
 
 def test_user_and_password_of_an_acl(server: RedisServer) -> None:
@@ -245,7 +312,8 @@ def test_user_and_password_of_an_acl(server: RedisServer) -> None:
 
 
 def test_what_is_not_permitted_does_not_stop_what_is(server: RedisServer) -> None:
-    server.command("SET", "tq:k", "v")
+    with connect(server) as writer:
+        put(writer, "k", b"v")
     server.command("ACL", "SETUSER", "reader", "reset", "on", ">pw", "~*", "+@read", "+@connection")
     with connect(server, username="reader", password="pw") as store:
         for _ in range(3):
@@ -309,7 +377,7 @@ def test_a_callers_client_stays_open(server: RedisServer) -> None:
         store.close()
         with pytest.raises(StoreClosedError):
             store.get("k")
-        assert client.get("tq:k") == b"v"
+        assert value_at(server, "tq:k") == b"v"
         assert client.client_id() == connection
 
 
@@ -390,14 +458,14 @@ def test_a_sentinel_names_the_master(server: RedisServer, tmp_path: Path) -> Non
         url = f"redis-sentinel://127.0.0.1:{dead},127.0.0.1:{sentinel.port}/main"
         with RedisStore(RedisSettings.from_url(url, backoff_base_s=0.01, backoff_cap_s=0.02)) as store:
             put(store, "k", b"v")
-            assert server.command("GET", "tq:k") == b"v"
+            assert value_at(server, "tq:k") == b"v"
             sentinel.command("SENTINEL", "REMOVE", "main")
             sentinel.command("SENTINEL", "MONITOR", "main", "127.0.0.1", second.port, 1)
             assert read(store, "k") == b"v"  # no reason to ask again
             server.kill()
             try:
                 put_at_last(store, "k", b"w")
-                assert second.command("GET", "tq:k") == b"w"
+                assert value_at(second, "tq:k") == b"w"
             finally:
                 server.start()
         with (
@@ -474,7 +542,7 @@ def test_a_cluster_that_moves_a_slot(cluster: list[RedisServer]) -> None:
                 server.command("CLUSTER", "SETSLOT", slot, "NODE", target_id)
             assert read(store, key) == b"v"  # MOVED
             put(store, key, b"w")
-            assert target.command("GET", f"tq:{key}") == b"w"
+            assert value_at(target, f"tq:{key}") == b"w"
         finally:
             store.delete(key)
             for server in (source, target, *cluster):
