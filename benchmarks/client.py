@@ -22,6 +22,7 @@ __all__ = [
     "scrape",
     "scrape_samples",
     "stored_files",
+    "tier_samples",
     "wait_until_stored",
 ]
 
@@ -108,6 +109,15 @@ def scrape_samples(url: str, timeout_s: float = 30.0) -> list[Sample]:
     except OSError as error:
         raise DeploymentError(f"no metrics at {url}: {error}", _SEE_LOG) from error
     return [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+
+
+def tier_samples(url: str, timeout_s: float = 30.0) -> dict[tuple[str, str], float]:
+    """Return every sample of a Prometheus page by its name and its label `tier` ("" without), summed over the rest."""
+    sums: dict[tuple[str, str], float] = {}
+    for sample in scrape_samples(url, timeout_s):
+        key = (sample.name, sample.labels.get("tier", ""))
+        sums[key] = sums.get(key, 0.0) + sample.value
+    return sums
 
 
 def stored_files(folder: Path, pattern: str = "*.data") -> StoredFiles:

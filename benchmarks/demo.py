@@ -65,7 +65,7 @@ def demo(
 
 def _run_all(names: list[str], folder: Path, console: Console, *, hits: int, restart: bool) -> dict[str, Run]:
     if "turboquant" in names:
-        _require_plugin()
+        require_plugin()
     extra = sum(STEPS_OF_FAULTS for name in names if SERDES[name].faults)
     steps = Steps(console, 1 + extra + len(names) * (STEPS + (STEPS_OF_A_RESTART if restart else 0)))
     with steps.step("the model") as progress:
@@ -74,7 +74,7 @@ def _run_all(names: list[str], folder: Path, console: Console, *, hits: int, res
     return {name: measure(SERDES[name], plan, steps) for name in names}
 
 
-def _require_plugin() -> None:
+def require_plugin() -> None:
     """LMCache finds the package by its entry point: without it turboquant would silently be naive."""
     if not any(point.name == "tq_offload" for point in entry_points(group="lmcache.device_plugins")):
         what = "tq-offload is not installed in this environment, so LMCACHE_SERDE=turboquant would do nothing"

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.client import Completion, complete, post_json, scrape
-from benchmarks.process import Progress, ServerProcess, free_ports, silent
+from benchmarks.process import DeploymentError, Progress, ServerProcess, free_ports, silent
 
-__all__ = ["CHUNK_TOKENS", "LMCacheServer", "VLLMEngine", "fs_adapter", "server_environment"]
+__all__ = ["CHUNK_TOKENS", "VLLM", "LMCacheServer", "RedisServer", "VLLMEngine", "fs_adapter", "server_environment"]
 
 CHUNK_TOKENS = 256
 """Tokens in one LMCache chunk; a multiple of the engine's block size."""
@@ -98,8 +100,63 @@ class LMCacheServer(ServerProcess):
         return scrape(f"{self.http_url}/metrics")
 
 
-class VLLMEngine(ServerProcess):
-    """vLLM's OpenAI server on CPU, connected to ``server``; its log is ``folder``/engine.log."""
+class RedisServer(ServerProcess):
+    """redis-server on this machine without persistence; its log is ``folder``/redis.log."""
+
+    def __init__(self, folder: Path, *, progress: Progress = silent) -> None:
+        (self.port,) = free_ports(1)
+        self.url = f"redis://127.0.0.1:{self.port}"
+        program = shutil.which("redis-server")
+        if program is None:
+            raise DeploymentError("redis-server is not installed", "install it, for example: apt install redis-server")
+        argv = [program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        super().__init__(
+            "redis-server",
+            argv,
+            dict(os.environ),
+            folder / "redis.log",
+            self.url,
+            start_timeout_s=30,
+            advice="the message below names the cause",
+            progress=progress,
+        )
+
+    def usage(self) -> tuple[int, int]:
+        """Return what the keys take, the sum of MEMORY USAGE key SAMPLES 0, in bytes, and how many there are."""
+        import redis
+
+        with redis.Redis(port=self.port) as client:
+            keys = list(client.scan_iter(count=1000))
+            return sum(client.memory_usage(key, samples=0) or 0 for key in keys), len(keys)
+
+    def usage_of_a_value(self, nbytes: int) -> int:
+        """Return what one key with a value of so many bytes takes, in bytes."""
+        import redis
+
+        with redis.Redis(port=self.port) as client:
+            client.set("usage", bytes(nbytes))
+            usage = int(client.memory_usage("usage", samples=0) or 0)
+            client.delete("usage")
+            return usage
+
+    def _healthy(self) -> bool:
+        import redis
+
+        try:
+            with redis.Redis(port=self.port, socket_timeout=2) as client:
+                return bool(client.ping())
+        except redis.RedisError:
+            return False
+
+
+class VLLM(ServerProcess):
+    """vLLM's OpenAI server on CPU with a KV connector; its log is ``folder``/engine.log.
+
+    Args:
+        folder: Where its log goes.
+        model: Folder of the model.
+        kv_transfer: What `--kv-transfer-config` says.
+    """
 
     model_name = "demo"
 
@@ -107,7 +164,7 @@ class VLLMEngine(ServerProcess):
         self,
         folder: Path,
         model: Path,
-        server: LMCacheServer,
+        kv_transfer: Mapping[str, object],
         *,
         env: Mapping[str, str] | None = None,
         dtype: str = "bfloat16",
@@ -127,7 +184,7 @@ class VLLMEngine(ServerProcess):
         argv += ["--max-model-len", str(max_model_len), "--max-num-batched-tokens", str(max_model_len)]
         argv += ["--max-num-seqs", "4", "--no-enable-prefix-caching", "--block-size", str(block_tokens)]
         argv += ["--distributed-executor-backend", "uni"]
-        argv += ["--kv-transfer-config", json.dumps(_connector(server.port))]
+        argv += ["--kv-transfer-config", json.dumps(kv_transfer)]
         super().__init__(
             "vLLM",
             [*argv, *extra_args],
@@ -151,6 +208,13 @@ class VLLMEngine(ServerProcess):
     def hit_tokens(self) -> int:
         """Return how many prompt tokens came from LMCache since the engine started."""
         return int(self.metrics().get("vllm:external_prefix_cache_hits_total", 0))
+
+
+class VLLMEngine(VLLM):
+    """vLLM connected to ``server``, an `lmcache server` (multi-process mode); ``options`` are those of VLLM."""
+
+    def __init__(self, folder: Path, model: Path, server: LMCacheServer, **options: Any) -> None:
+        super().__init__(folder, model, _connector(server.port), **options)
 
 
 def _connector(port: int) -> dict[str, object]:

@@ -157,15 +157,27 @@ class ServerProcess:
                 self._process = None
         _running.discard(self)
 
+    def anonymous_bytes(self) -> int:
+        """Return the bytes of memory with contents of the process and its descendants: heap and mmap, not files.
+
+        Raises DeploymentError when it is not running.
+        """
+        self.check_alive()
+        assert self._process is not None
+        return sum(_anonymous_bytes(pid) for pid in (self._process.pid, *(p.pid for p in _family(self._process.pid))))
+
     def check_alive(self) -> None:
         """Raise DeploymentError if the server has ended by itself."""
         if self._process is None or self._process.poll() is not None:
             status = "not started" if self._process is None else f"exit status {self._process.returncode}"
             raise DeploymentError(f"{self.name} is not running ({status})", self.advice, self.log)
 
+    def _healthy(self) -> bool:
+        return _answers(self.health_url)
+
     def _wait_until_healthy(self, process: subprocess.Popen[bytes]) -> None:
         began = time.monotonic()
-        while not _answers(self.health_url):
+        while not self._healthy():
             elapsed = time.monotonic() - began
             self.progress(f"waiting for {self.name}", elapsed)
             if process.poll() is not None:
@@ -192,6 +204,13 @@ def _family(pid: int) -> list[psutil.Process]:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
+
+
+def _anonymous_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Anonymous:"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

