@@ -14,7 +14,7 @@ endif
 BIN := $(dir $(PYTHON))
 SOURCES := $(wildcard tq_offload connectors tests benchmarks scripts tools)
 
-.PHONY: help env demo demo-short bench-codec bench-put bench-quality test check format clean
+.PHONY: help env demo demo-short demo-tiers demo-tiers-short bench-codec bench-put bench-quality test check format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,12 @@ demo: $(READY) ## Real vLLM and LMCache: bytes on disk and time to first token f
 
 demo-short: $(READY) ## The same with naive and turboquant only; what CI runs
 	$(PYTHON) -m benchmarks.demo --short $(DEMO_ARGS)
+
+demo-tiers: $(READY) ## Real vLLM with LMCache inside it: bytes held by RAM, disk and Redis, hits, restart (DEMO_ARGS="--mode in-process,multi-process")
+	$(PYTHON) -m benchmarks.tiers $(DEMO_ARGS)
+
+demo-tiers-short: $(READY) ## The same with turboquant only; what CI runs
+	$(PYTHON) -m benchmarks.tiers --short $(DEMO_ARGS)
 
 bench-codec: $(READY) ## Speed of the codec beside LMCache's fp8 and memcpy, one thread; fails below 4x and 0.3x (BENCH_ARGS="--json out.json")
 	$(PYTHON) -m benchmarks.bench_codec --check $(BENCH_ARGS)

@@ -97,9 +97,10 @@ class MultiProcess(TierDeployment):
     holder: LMCacheServer
 
     def start(self, running: ExitStack, progress: Progress) -> None:
-        self.holder = LMCacheServer(self.folder, self._adapters(), progress=progress)
+        env = CODECS[self.codec]
+        self.holder = LMCacheServer(self.folder, self._adapters(), env=env, progress=progress)
         running.enter_context(self.holder)
-        self.engine = VLLMEngine(self.folder, self.plan.model, self.holder, progress=progress)
+        self.engine = VLLMEngine(self.folder, self.plan.model, self.holder, env=env, progress=progress)
         running.enter_context(self.engine)
 
     def samples(self) -> Mapping[tuple[str, str], float]:
