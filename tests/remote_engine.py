@@ -24,7 +24,7 @@ from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.storage_backend import remote_backend
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
-from tq_offload_connectors.remote_connector import CompressedConnector, _close, install
+from tq_offload_connectors.remote.connector import CompressedConnector, _close, install
 
 MODEL = "some/model"
 CHUNK, LAYERS, HEADS, DIM = 64, 2, 2, 64

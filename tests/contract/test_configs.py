@@ -15,7 +15,7 @@ from redis_server import RedisServer
 
 from tq_offload.integrations.lmcache.in_process import prepare
 from tq_offload_connectors.in_process import TurboQuantBackend
-from tq_offload_connectors.tier_plan import plan_from_config
+from tq_offload_connectors.in_process.plan import plan_from_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TIERS = {"in-process-ram": ["ram"], "in-process-disk": ["ram", "disk"], "in-process-redis": ["ram", "redis"]}

@@ -178,7 +178,7 @@ def test_a_second_put_of_a_chunk_is_present_not_stored_again() -> None:
 
 
 def test_no_memory_on_load_is_a_miss_and_the_next_load_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tq_offload_connectors.in_process_objects.ALLOCATE_WAIT_S", 0.05)
+    monkeypatch.setattr("tq_offload_connectors.in_process.objects.ALLOCATE_WAIT_S", 0.05)
     with worker() as w:
         (key,) = w.keys(1)
         (copy,) = w.put([key])

@@ -20,7 +20,7 @@ from lmcache.v1.metadata import LMCacheMetadata
 
 from tq_offload.errors import ConfigError
 from tq_offload.integrations.lmcache.in_process import install_tiers, prepare
-from tq_offload_connectors.tier_plan import plan_from_config
+from tq_offload_connectors.in_process.plan import plan_from_config
 
 GIB = 1 << 30
 

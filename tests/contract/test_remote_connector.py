@@ -27,10 +27,12 @@ from remote_engine import CHUNK, FOUR_BIT, MODEL, RemoteEngine, errors, groups_m
 
 from tq_offload.codec import TurboQuantCodec
 from tq_offload.errors import StoreFullError
-from tq_offload_connectors import in_process_objects, remote_setup, remote_view
-from tq_offload_connectors.remote_connector import CompressedConnector, install
-from tq_offload_connectors.remote_setup import place_of
-from tq_offload_connectors.remote_table import CONNECTORS, UNKNOWN, handling_of
+from tq_offload_connectors.in_process import objects as in_process_objects
+from tq_offload_connectors.remote import setup as remote_setup
+from tq_offload_connectors.remote import view as remote_view
+from tq_offload_connectors.remote.connector import CompressedConnector, install
+from tq_offload_connectors.remote.setup import place_of
+from tq_offload_connectors.remote.table import CONNECTORS, UNKNOWN, handling_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:opentelemetry.*"),
@@ -264,7 +266,7 @@ class Fixed(Dict):
 def test_connectors_of_one_size_get_padded_frames(
     open_engine: Any, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tq_offload_connectors.remote_table.CONNECTORS", {"Fixed": CONNECTORS["S3Connector"]})
+    monkeypatch.setattr("tq_offload_connectors.remote.table.CONNECTORS", {"Fixed": CONNECTORS["S3Connector"]})
     with plugin(Fixed) as config:
         engine = open_engine(None, **config)
         keys = engine.keys(2)
@@ -710,7 +712,7 @@ def test_lookups_that_fail_are_absent_and_counted(open_engine: Any) -> None:
 @pytest.mark.parametrize("use_pool", [False, True])
 @pytest.mark.parametrize("damage", ["missing", "flipped"])
 def test_many_chunks_in_waves(open_fs: Any, damage: str, use_pool: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tq_offload_connectors.remote_loads.WAVE_CHUNKS", 3)
+    monkeypatch.setattr("tq_offload_connectors.remote.loads.WAVE_CHUNKS", 3)
     engine = open_fs()
     _cpu_view(engine).use_pool = use_pool
     keys = engine.keys(11)

@@ -162,7 +162,7 @@ def check_counters(w: Worker, rounds: int) -> None:
 
 @pytest.mark.timeout(600)
 def test_faults_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tq_offload_connectors.in_process_objects.ALLOCATE_WAIT_S", 0.0)
+    monkeypatch.setattr("tq_offload_connectors.in_process.objects.ALLOCATE_WAIT_S", 0.0)
     meta = metadata(kv_shape=(1, 2, CHUNK, 1, 64), chunk_size=CHUNK)
     extra = {"turboquant.ram_gb": 0.05, "turboquant.disk": str(tmp_path), "turboquant.queue_gb": 1}
     w = Worker(extra, meta=meta)

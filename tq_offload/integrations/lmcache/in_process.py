@@ -21,7 +21,7 @@ __all__ = ["PLUGIN", "install_tiers", "prepare"]
 
 PLUGIN = "turboquant"
 MODULE, CLASS = "tq_offload_connectors.in_process", "TurboQuantBackend"
-REMOTE_CONNECTOR = "tq_offload_connectors.remote_connector"
+REMOTE_CONNECTOR = "tq_offload_connectors.remote"
 REMOTE_BACKEND = "lmcache.v1.storage_backend.remote_backend"
 REDIS_SCHEMES = (
     "redis://",

@@ -12,9 +12,9 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 
 from tq_offload_connectors.frame_store import FrameStore
-from tq_offload_connectors.in_process_loads import Load
-from tq_offload_connectors.in_process_objects import ChunkObjects
-from tq_offload_connectors.remote_store import Fetched, RemoteName
+from tq_offload_connectors.in_process.loads import Load
+from tq_offload_connectors.in_process.objects import ChunkObjects
+from tq_offload_connectors.remote.store import Fetched, RemoteName
 
 __all__ = ["PrefixLoader", "release"]
 

@@ -13,7 +13,7 @@ from lmcache.v1.memory_management import MemoryObj
 
 from tq_offload.layout import ChunkLayout
 from tq_offload_connectors.frame_store import FrameKey, FrameStore, LateError, NoMemoryError
-from tq_offload_connectors.in_process_objects import ChunkObjects
+from tq_offload_connectors.in_process.objects import ChunkObjects
 
 __all__ = ["Load"]
 

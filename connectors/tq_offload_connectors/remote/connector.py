@@ -18,10 +18,10 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.storage_backend.connector.instrumented_connector import InstrumentedRemoteConnector
 
 from tq_offload_connectors.frame_store import FrameStore
-from tq_offload_connectors.in_process_objects import ChunkObjects
-from tq_offload_connectors.remote_loads import PrefixLoader, release
-from tq_offload_connectors.remote_setup import install
-from tq_offload_connectors.remote_store import ConnectorStore, RemoteName, is_frame, mapped, payload
+from tq_offload_connectors.in_process.objects import ChunkObjects
+from tq_offload_connectors.remote.loads import PrefixLoader, release
+from tq_offload_connectors.remote.setup import install
+from tq_offload_connectors.remote.store import ConnectorStore, RemoteName, is_frame, mapped, payload
 
 __all__ = ["CompressedConnector", "install"]
 

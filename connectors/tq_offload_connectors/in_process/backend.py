@@ -21,9 +21,9 @@ from tq_offload.codec import TurboQuantCodec
 from tq_offload.errors import BackendError, ConfigError, StoreError
 from tq_offload.integrations.lmcache.log import logger
 from tq_offload_connectors.frame_store import FrameKey, FrameStore, Put
-from tq_offload_connectors.in_process_loads import Load
-from tq_offload_connectors.in_process_objects import ChunkObjects
-from tq_offload_connectors.tier_plan import TierPlan, make_tiers, plan_from_config
+from tq_offload_connectors.in_process.loads import Load
+from tq_offload_connectors.in_process.objects import ChunkObjects
+from tq_offload_connectors.in_process.plan import TierPlan, make_tiers, plan_from_config
 
 __all__ = ["TurboQuantBackend"]
 

@@ -21,13 +21,13 @@ from tq_offload.integrations.lmcache.settings import (
     tier_settings,
 )
 from tq_offload_connectors.frame_store import FrameStore
-from tq_offload_connectors.in_process_objects import ChunkObjects
-from tq_offload_connectors.remote_loads import PrefixLoader
-from tq_offload_connectors.remote_store import ConnectorStore
-from tq_offload_connectors.remote_table import UNKNOWN, Handling, handling_of, innermost
-from tq_offload_connectors.remote_view import CpuView, MetadataView, heap_object
+from tq_offload_connectors.in_process.objects import ChunkObjects
+from tq_offload_connectors.in_process.plan import EXTRA_PREFIX, PLACES
+from tq_offload_connectors.remote.loads import PrefixLoader
+from tq_offload_connectors.remote.store import ConnectorStore
+from tq_offload_connectors.remote.table import UNKNOWN, Handling, handling_of, innermost
+from tq_offload_connectors.remote.view import CpuView, MetadataView, heap_object
 from tq_offload_connectors.tier import Tier
-from tq_offload_connectors.tier_plan import EXTRA_PREFIX, PLACES
 
 __all__ = ["install", "place_of"]
 
@@ -115,7 +115,7 @@ class _Setup:
         store = ConnectorStore(timed, timed.getWrappedConnector(), self.loop, cpu, handling, self.place)
         frames = self._frames(codec, store, serde, tiers)
         self._announce(type(raw).__name__, handling, f"compressed, turboquant {serde.spec.describe()}")
-        from tq_offload_connectors.remote_connector import CompressedConnector
+        from tq_offload_connectors.remote.connector import CompressedConnector
 
         loader = PrefixLoader(timed, frames, objects, nbytes, handling.asks_first)
         return CompressedConnector(timed, frames, store, objects, loader, self.metadata.model_name)

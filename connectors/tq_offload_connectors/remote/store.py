@@ -25,8 +25,8 @@ from tq_offload.errors import (
 from tq_offload.frame import MAGIC
 from tq_offload_connectors.byte_store import Allocate, ByteStore, Usage
 from tq_offload_connectors.frame_store import FrameKey
-from tq_offload_connectors.remote_table import Handling
-from tq_offload_connectors.remote_view import CpuView
+from tq_offload_connectors.remote.table import Handling
+from tq_offload_connectors.remote.view import CpuView
 
 __all__ = ["ConnectorStore", "Fetched", "RemoteName", "is_frame", "mapped", "payload"]
 
