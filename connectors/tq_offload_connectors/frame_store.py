@@ -193,10 +193,10 @@ class FrameStore:
             self._queue.extend(wanted[:taken])
             self._queued_bytes += sum(put.layout.nbytes for put in wanted[:taken])
             self._changed.notify_all()
+        for put in (*present, *wanted[taken:]):
+            self._release(put)
         for put in wanted[taken:]:
             put.lose("dropped", reason, f"{self._queued_bytes} uncompressed bytes wait to be encoded")
-        for put in (*present, *wanted[taken:]):
-            put.release()
         return len(present) + taken
 
     def _room_for(self, puts: Sequence[Put]) -> tuple[str, int]:
@@ -222,18 +222,29 @@ class FrameStore:
 
     def _encode_loop(self) -> None:
         while (put := self._next_put()) is not None:
-            frame = self._encode(put)
-            try:
-                put.release()
-            except Exception:
-                logger().exception("TQ-Offload: cannot release the memory of %s", put.key.name)
+            present = [tier for tier in put.tiers if tier.has_already(put.key.name)]
+            put.tiers = [tier for tier in put.tiers if tier not in present]
+            frame, reason, what = self._encode(put) if put.tiers else (None, "", "")
+            self._release(put)
             with self._lock:
                 self._queued_bytes -= put.layout.nbytes
                 self._changed.notify_all()
-            if frame is not None:
+            for tier in present:
+                tier.end_present(put.key.name)
+                put.finish(True)
+            if reason:
+                put.lose("refused", reason, what)
+            elif frame is not None:
                 for tier in put.tiers:
                     tier.submit(Frame(put.key.name, frame, put.layout.nbytes, put.finish))
             del put, frame
+
+    def _release(self, put: Put) -> None:
+        """Let go of the memory, before any tier reports: who waits for the end of a put finds it free."""
+        try:
+            put.release()
+        except Exception:
+            logger().exception("TQ-Offload: cannot release the memory of %s", put.key.name)
 
     def _next_put(self) -> Put | None:
         with self._lock:
@@ -243,27 +254,21 @@ class FrameStore:
                 self._changed.wait()
             return self._queue.popleft()
 
-    def _encode(self, put: Put) -> memoryview | None:
-        """The frame; None if no tier wants it any more, or if it must not be stored, which is counted."""
-        for tier in [tier for tier in put.tiers if tier.has_already(put.key.name)]:
-            put.tiers.remove(tier)
-            put.finish(True)
-        if not put.tiers:
-            return None
+    def _encode(self, put: Put) -> tuple[memoryview | None, str, str]:
+        """The frame; or None, and why the chunk must not be stored, in a word and in full."""
         start = time.perf_counter()
         try:
             out = np.empty(self.codec.frame_size(put.layout), np.uint8)
             self.codec.encode_into(put.tensors, put.layout, out, key=put.key.digest, model=put.key.model)
-            return out.data.toreadonly()
+            return out.data.toreadonly(), "", ""
         except (TQOffloadError, MemoryError) as error:
             reason = "layout" if isinstance(error, LayoutError) else str(getattr(error, "reason", "no_memory"))
-            put.lose("refused", reason, str(error))
+            return None, reason, str(error)
         except Exception as error:
             logger().exception("TQ-Offload: internal error while encoding %s", put.key.name)
-            put.lose("refused", "internal", repr(error))
+            return None, "internal", repr(error)
         finally:
             put.tiers[0].counters.add("encode_seconds", time.perf_counter() - start)
-        return None
 
     # Get
 
@@ -389,8 +394,8 @@ class FrameStore:
             self._queued_bytes -= sum(put.layout.nbytes for put in left)
             self._changed.notify_all()
         for put in left:
+            self._release(put)
             put.lose("dropped", "closed", "the store is closing")
-            put.release()
         if already:
             return
         open_stores.discard(self)

@@ -95,15 +95,13 @@ class Tier:
         return wanted
 
     def has_already(self, name: str) -> bool:
-        """Ask the store whether it has a claimed chunk; if so the claim ends, counted as present.
+        """Ask the store whether it has a claimed chunk. A remote store is asked by its writers, later."""
+        return not self.remote and self._has(name)
 
-        A remote store is asked by its writers, later.
-        """
-        if self.remote or not self._has(name):
-            return False
+    def end_present(self, name: str) -> None:
+        """End a claim of a chunk that the store has already, counted as present."""
         self._release(name)
         self.counters.add("present")
-        return True
 
     def give_up(self, name: str, counter: str, reason: str, what: str) -> None:
         """End a claim without a frame: count the loss as `dropped`, `refused` or `failed`."""
