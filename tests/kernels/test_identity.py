@@ -1,4 +1,7 @@
-"""Reference, numba and another process with another torch seed write identical frames over the whole table."""
+"""Reference, numba and another process with another torch seed write identical frames over the whole table.
+
+The other process overwrites memory when it is freed: a kernel that works in memory that it no longer holds differs.
+"""
 
 import json
 import os
@@ -19,7 +22,7 @@ def test_same_input_same_bytes() -> None:
     path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     other = subprocess.Popen(
         [sys.executable, str(TESTS / "identity_table.py"), "numba", "12345"],
-        env={**os.environ, "PYTHONPATH": path, "NUMBA_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": path, "NUMBA_NUM_THREADS": "1", "MALLOC_PERTURB_": "255"},
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -128,6 +128,12 @@ def address(space: Any) -> Any:
 
 
 @jit
+def keep(space: Any) -> Any:
+    """To be called after the last use of an array's address: numba frees an array after the last use of its name."""
+    return space.size
+
+
+@jit
 def work_in(space: Any, dim: Any) -> Any:
     """Lay out work space in f32 [8*padded D + J*padded D]; it starts as zeros and stays finite."""
     at, row = address(space), 4 * padded(dim)
@@ -178,6 +184,7 @@ def mean_stream(_config: Any, grid: Grid, fmt: Format, means: int) -> None:
                 put(row, i, get(row, i) + get(v, i))
         for i in range(size):
             put_u16(means, p * size + i, mean_bits(get(total, i) * count))
+    keep(space)
 
 
 @jit
@@ -311,6 +318,7 @@ def encode_stream(_config: Any, grid: Grid, fmt: Format, coding: Coding, sketch:
                 sub8(work.u + 4 * i, work.v + 4 * i, row + 4 * i)
             if not encode_vector(work, coding, sketch, index, tables, dim):
                 return False
+    keep(space)
     return True
 
 
@@ -356,3 +364,4 @@ def decode_stream(_config: Any, grid: Grid, fmt: Format, coding: Coding, sketch:
                 for i in range(0, dim, 8):
                     add8(work.t + 4 * i, work.t + 4 * i, row + 4 * i)
             store_vector(work.t, fmt, dim, address_of(grid, p, n))
+    keep(space)

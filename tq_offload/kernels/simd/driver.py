@@ -12,7 +12,7 @@ from tq_offload.kernels.simd.decode import decode_vector
 from tq_offload.kernels.simd.encode import add_elements, quantise, rotate, squared_norms
 from tq_offload.kernels.simd.jit import jit, kernel
 from tq_offload.kernels.simd.memory import get, get_i64, get_u16, put, put_i64, put_u8, put_u16
-from tq_offload.kernels.stream_loops import LSQ, NORM, address, in_range, mean_bits
+from tq_offload.kernels.stream_loops import LSQ, NORM, address, in_range, keep, mean_bits
 from tq_offload.kernels.vector_loops import ONE, ZERO, from_bf16, load_vector, store_vector, to_bf16
 
 __all__ = ["SimdTables", "simd_decode_stream", "simd_encode_stream"]
@@ -92,6 +92,7 @@ def simd_decode_stream(config: Any, grid: Any, fmt: Format | None, coding: Any, 
                 )
                 if fmt is not None:
                     store_vector(stage, fmt, grid.dim, at)
+    keep(space)
     return count
 
 
@@ -185,4 +186,5 @@ def simd_encode_stream(config: Any, grid: Any, fmt: Format | None, coding: Any, 
             for b in range(many):
                 flag = get(norms, 2 * b + 1) < get(norms, 2 * b)
                 put_u16(coding.scales, first + b, scale_bits(coding.rule, sums + 12 * b, get(sigmas, b), flag))
+    keep(space)
     return count
