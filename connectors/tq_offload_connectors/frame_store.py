@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tq_offload.codec import TurboQuantCodec, cache_key_digest, model_fingerprint
-from tq_offload.errors import FrameError, LayoutError, TQOffloadError
+from tq_offload.errors import EntryTooLargeError, FrameError, LayoutError, TQOffloadError
 from tq_offload.integrations.lmcache.log import logger
 from tq_offload.layout import ChunkLayout
 from tq_offload_connectors.pins import PinLedger
@@ -128,6 +128,7 @@ class FrameStore:
         workers: Threads that encode, and as many that read and decode.
         queue_bytes: Uncompressed bytes that may wait for the encoders; they stay pinned until they are encoded.
         repair: Delete entries that cannot be served.
+        max_frame_bytes: Larger entries are not read: they are no frames.
         pin_timeout_s: After this time a pin no longer keeps an entry from being evicted.
     """
 
@@ -140,9 +141,10 @@ class FrameStore:
         queue_bytes: int = 256 << 20,
         repair: bool = True,
         pin_timeout_s: float = 300.0,
+        max_frame_bytes: int = 1 << 30,
     ) -> None:
         self.codec, self.tiers = codec, list(tiers)
-        self.queue_limit, self._repair = queue_bytes, repair
+        self.queue_limit, self.max_frame_bytes, self._repair = queue_bytes, max_frame_bytes, repair
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._queue: deque[Put] = deque()
@@ -283,7 +285,7 @@ class FrameStore:
             Whether the chunk was decoded. If not, every tier has counted why.
         """
         for position, tier in enumerate(self.tiers):
-            data = tier.read(key.name, self._allocate)
+            data = tier.read(key.name, self._allocate, repair=self._repair)
             if data is None:
                 continue
             start = time.perf_counter()
@@ -329,7 +331,9 @@ class FrameStore:
             self.tiers[0].promote(name, data)
 
     def _allocate(self, nbytes: int) -> memoryview:
-        """A buffer of the calling thread, used again for its next read."""
+        """A buffer of the calling thread, used again for its next read. Refuses what is too large to be a frame."""
+        if nbytes > self.max_frame_bytes:
+            raise EntryTooLargeError(f"{nbytes} bytes, and no frame has more than {self.max_frame_bytes}")
         buffer = getattr(self._scratch, "buffer", None)
         if buffer is None or len(buffer) < nbytes:
             buffer = self._scratch.buffer = np.empty(nbytes, np.uint8).data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict, deque
@@ -9,13 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tq_offload.errors import StoreError
+from tq_offload.errors import EntryTooLargeError, StoreError
 from tq_offload_connectors.byte_store import ByteStore
 from tq_offload_connectors.counters import TierCounters
 
 __all__ = ["Frame", "Tier"]
 
 _KNOWN_NAMES = 65536
+_KNOWN_S = 60.0  # how long a remote store is taken to have what it was given: it expires, evicts and is flushed
 _BATCH_ITEMS = 16
 _BATCH_BYTES = 16 << 20
 
@@ -57,7 +59,7 @@ class Tier:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._claimed: set[str] = set()
-        self._known: OrderedDict[str, None] = OrderedDict()
+        self._known: OrderedDict[str, float] = OrderedDict()  # name -> until when; oldest first
         self._queue: deque[Frame] = deque()
         self._queued_bytes = 0
         self._writing = 0
@@ -69,8 +71,8 @@ class Tier:
             thread.start()
         self.counters.gauge("queue_bytes", lambda: float(self._queued_bytes))
         if not remote:
-            self.counters.gauge("bytes", lambda: float(store.usage().nbytes))
-            self.counters.gauge("entries", lambda: float(store.usage().entries))
+            self.counters.gauge("bytes", lambda: self._usage().get("bytes", math.nan))
+            self.counters.gauge("entries", lambda: self._usage().get("entries", math.nan))
 
     # Put
 
@@ -84,7 +86,7 @@ class Tier:
         """
         self.counters.add("puts")
         with self._lock:
-            wanted = name not in self._claimed and name not in self._known
+            wanted = name not in self._claimed and self._known.get(name, 0.0) < time.monotonic()
             if wanted:
                 self._claimed.add(name)
         if wanted and self.store.kind == "memory" and self._has(name):
@@ -100,13 +102,13 @@ class Tier:
 
     def end_present(self, name: str) -> None:
         """End a claim of a chunk that the store has already, counted as present."""
-        self._release(name)
         self.counters.add("present")
+        self._release(name)
 
     def give_up(self, name: str, counter: str, reason: str, what: str) -> None:
         """End a claim without a frame: count the loss as `dropped`, `refused` or `failed`."""
-        self._release(name)
         self.counters.lost(counter, reason, f"{name}: {what}")
+        self._release(name)
 
     def submit(self, frame: Frame) -> None:
         """Take a frame for a claimed name: written at once or queued, by what the tier was made for."""
@@ -189,29 +191,42 @@ class Tier:
         else:
             if self.remote:
                 self._remember(frame.name)
-            self._release(frame.name)
             self.counters.add("stored" if written else "present")
             if written:
                 self.counters.add("raw_bytes", frame.raw_bytes)
                 self.counters.add("stored_bytes", len(frame.data))
+            self._release(frame.name)
         frame.done(error is None)
 
     def _remember(self, name: str) -> None:
         with self._lock:
-            self._known[name] = None
+            self._known[name] = time.monotonic() + _KNOWN_S
+            self._known.move_to_end(name)
             while len(self._known) > _KNOWN_NAMES:
                 self._known.popitem(last=False)
 
     # Get
 
-    def read(self, name: str, allocate: Callable[[int], memoryview]) -> memoryview | None:
-        """Read a frame, and count the time; None: a miss, counted with its reason."""
+    def read(self, name: str, allocate: Callable[[int], memoryview], *, repair: bool = False) -> memoryview | None:
+        """Read a frame, and count the time; None: a miss, counted with its reason, and never an exception.
+
+        Args:
+            name: Key in the store.
+            allocate: See `ByteStore.get`.
+            repair: Delete an entry that is too large to be a frame.
+        """
         self.counters.add("gets")
         start = time.perf_counter()
         try:
             data = self.store.get(name, allocate)
-        except StoreError as error:
+        except EntryTooLargeError as error:  # not a frame of ours, and it would cost as much the next time
             self.missed(name, error.reason, str(error))
+            if repair:
+                self.repair(name, error.reason)
+            return None
+        except Exception as error:
+            reason = "no_memory" if isinstance(error, MemoryError) else getattr(error, "reason", "internal")
+            self.missed(name, reason, f"{type(error).__name__}: {error}")
             return None
         finally:
             self.counters.add("read_seconds", time.perf_counter() - start)
@@ -244,7 +259,7 @@ class Tier:
             if not self._has(name):
                 self.store.put(name, data)
                 self.counters.add("promoted")
-        except StoreError as error:
+        except (StoreError, MemoryError) as error:
             self.counters.log.warning(f"{self.name} promote", f"{self.name}: cannot take {name}: {error}")
         finally:
             self._release(name)
@@ -295,6 +310,13 @@ class Tier:
         found: dict[str, Any] = {"tier": self.name, "store": self.store.describe(), "under_way": under_way}
         found |= {"queue_bytes": queued, "queue_limit": self.queue_limit}
         if not self.remote:
-            usage = self.store.usage()
-            found |= {"entries": usage.entries, "bytes": usage.nbytes, "capacity": usage.capacity}
+            found |= self._usage()
         return found | self.counters.snapshot()
+
+    def _usage(self) -> dict[str, Any]:
+        """What the store holds; nothing if it cannot tell."""
+        try:
+            usage = self.store.usage()
+        except StoreError:
+            return {}
+        return {"entries": usage.entries, "bytes": usage.nbytes, "capacity": usage.capacity}

@@ -46,14 +46,14 @@ class _Finder(importlib.abc.MetaPathFinder):
         finally:
             self._searching.discard(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self.actions.pop(fullname))
+            spec.loader = _Loader(spec.loader, self.actions)
         return spec
 
 
 class _Loader(importlib.abc.Loader):
     """Runs the module as its own loader does, then the actions."""
 
-    def __init__(self, loader: importlib.abc.Loader, actions: list[Action]) -> None:
+    def __init__(self, loader: importlib.abc.Loader, actions: dict[str, list[Action]]) -> None:
         self._loader, self._actions = loader, actions
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
@@ -61,10 +61,10 @@ class _Loader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module, give it its own loader back, run the actions."""
+        """Run the module, give it its own loader back, run the actions: once, and only if the import succeeds."""
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        for action in self._actions:
+        for action in self._actions.pop(module.__name__, []):
             action(module)
