@@ -15,9 +15,10 @@ import threading
 from array import array
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
-from tq_offload.errors import StoreClosedError, StoreError
+from tq_offload.errors import EntryTooLargeError, StoreClosedError, StoreError, StoreIOError
 from tq_offload_connectors.byte_store import MAX_KEY_BYTES, ByteStore
 
 TABLE_BYTES = 16 << 20
@@ -92,6 +93,15 @@ def any_contiguous_buffer_is_bytes(store: ByteStore) -> None:
     assert not store.contains("gaps")
 
 
+def a_value_without_elements_is_empty(store: ByteStore) -> None:
+    for owned, shape in enumerate([(0, 4), (4, 0), (0,), (2, 0, 3)]):
+        store.put(f"k{shape}", memoryview(np.zeros(shape)), owned=bool(owned))
+        assert read(store, f"k{shape}") == b""
+    assert store.put_many([("many", memoryview(np.zeros((0, 4))))]) == [None]
+    assert read(store, "many") == b""
+    assert store.usage().nbytes == 0
+
+
 def usage_counts_what_is_there(store: ByteStore) -> None:
     put(store, "a", pattern(1000))
     put(store, "b", pattern(500))
@@ -150,6 +160,49 @@ def reads_into_a_lent_buffer(store: ByteStore) -> None:
         assert [view.nbytes for view in lent] in ([], [size])
         assert all(view == found for view in lent)
     assert store.get("absent", allocate) is None
+
+
+def no_memory(size: int) -> memoryview:
+    """Lends nothing."""
+    raise MemoryError
+
+
+def too_large(size: int) -> memoryview:
+    """Lends nothing."""
+    raise EntryTooLargeError(f"{size} bytes")
+
+
+UNFIT: tuple[tuple[Callable[[int], memoryview], type[StoreError], str], ...] = (
+    (lambda size: memoryview(bytearray(size - 1)), StoreIOError, "io"),
+    (lambda size: memoryview(bytearray(size + 1)), StoreIOError, "io"),
+    (lambda size: memoryview(bytearray()), StoreIOError, "io"),
+    (lambda size: memoryview(bytes(size)), StoreIOError, "io"),
+    (lambda size: memoryview(bytearray(2 * size))[::2], StoreIOError, "io"),
+    (no_memory, StoreIOError, "no_memory"),
+    (too_large, EntryTooLargeError, "too_large"),
+)
+"""What lends a buffer that cannot take the value, and what a store that asks for one then raises."""
+
+
+def a_buffer_that_cannot_take_the_value_is_an_error_of_that_read(store: ByteStore) -> None:
+    """Also the next read works at once: the store itself has not failed."""
+    put(store, "k", pattern(70_001))
+    put(store, "other", b"v")
+    for lend, wanted, reason in UNFIT:
+        asked: list[int] = []
+
+        def allocate(size: int, lend: Callable[[int], memoryview] = lend, asked: list[int] = asked) -> memoryview:
+            asked.append(size)
+            return lend(size)
+
+        outcome: object = None
+        try:
+            outcome = store.get("k", allocate)
+        except StoreError as error:
+            outcome = type(error), error.reason
+        assert outcome == ((wanted, reason) if asked else pattern(70_001))
+        assert read(store, "other") == b"v"
+        assert read(store, "k") == pattern(70_001)
 
 
 def delete_removes(store: ByteStore) -> None:
@@ -308,12 +361,14 @@ STORE_TABLE: tuple[Check, ...] = (
     absent_is_no_error,
     what_was_put_is_read,
     any_contiguous_buffer_is_bytes,
+    a_value_without_elements_is_empty,
     usage_counts_what_is_there,
     a_second_put_replaces,
     the_caller_may_reuse_its_buffer,
     an_owned_buffer_reads_the_same,
     a_value_that_was_read_stays,
     reads_into_a_lent_buffer,
+    a_buffer_that_cannot_take_the_value_is_an_error_of_that_read,
     delete_removes,
     keys_are_a_snapshot,
     any_text_is_a_key,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import threading
 import time
 from pathlib import Path
@@ -19,7 +21,9 @@ from in_process_worker import CHUNK, DIM, HEADS, LAYERS, Worker, config, fill, m
 from lmcache.v1.memory_management import MemoryFormat
 from support import relative_mse
 
+from tq_offload.integrations.lmcache.log import LOGGER_NAME
 from tq_offload_connectors.in_process import TurboQuantBackend
+from tq_offload_connectors.in_process.loads import Load
 
 
 def test_blocking_batched_single_and_async_paths_serve_the_same_chunks() -> None:
@@ -199,7 +203,7 @@ def test_a_load_that_is_late_is_a_miss_and_frees_its_memory(monkeypatch: pytest.
         w.backend._timeout = 0.1
         gate = threading.Event()
         read = w.frames.tiers[0].read
-        monkeypatch.setattr(w.frames.tiers[0], "read", lambda *a: (gate.wait(10), read(*a))[1])
+        monkeypatch.setattr(w.frames.tiers[0], "read", lambda *a, **k: (gate.wait(10), read(*a, **k))[1])
         assert w.backend.batched_get_blocking(keys) == [None, None]
         gate.set()
         counters = w.frames.tiers[0].counters
@@ -220,7 +224,7 @@ def test_a_cancelled_async_load_frees_its_memory_and_pins(monkeypatch: pytest.Mo
         counters = w.frames.tiers[0].counters
         gate = threading.Event()
         read = w.frames.tiers[0].read
-        monkeypatch.setattr(w.frames.tiers[0], "read", lambda *a: (gate.wait(10), read(*a))[1])
+        monkeypatch.setattr(w.frames.tiers[0], "read", lambda *a, **k: (gate.wait(10), read(*a, **k))[1])
         assert w.run(w.backend.batched_async_contains("id", keys, pin=True)) == 2
         future = asyncio.run_coroutine_threadsafe(w.backend.batched_get_non_blocking("id", keys), w.loop)
         time.sleep(0.1)
@@ -230,6 +234,114 @@ def test_a_cancelled_async_load_frees_its_memory_and_pins(monkeypatch: pytest.Mo
         deadline = time.monotonic() + 10
         while (w.frames.pins.count() or counters.value("gets") < 2) and time.monotonic() < deadline:
             time.sleep(0.01)
+
+
+def test_a_cancelled_load_frees_every_chunk_whatever_one_of_them_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    with worker() as w:
+        keys = w.keys(3)
+        w.put(keys)
+        gate = threading.Event()
+        read, free, calls = w.frames.tiers[0].read, Load.free, []
+
+        def raising(load: Load) -> None:
+            free(load)
+            calls.append(load)
+            if len(calls) == 1:
+                raise OSError("disk gone")
+
+        monkeypatch.setattr(w.frames.tiers[0], "read", lambda *a, **k: (gate.wait(10), read(*a, **k))[1])
+        monkeypatch.setattr(Load, "free", raising)
+        future = asyncio.run_coroutine_threadsafe(w.backend.batched_get_non_blocking("id", keys), w.loop)
+        time.sleep(0.1)
+        future.cancel()
+        deadline = time.monotonic() + 10
+        while len(calls) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        gate.set()
+        assert len(calls) == 3
+        assert w.frames.submit(lambda: True).result(10)
+        monkeypatch.undo()
+
+
+def test_an_internal_error_of_a_load_is_a_miss_and_frees_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    with worker() as w:
+        keys = w.keys(2)
+        copies = w.put(keys)
+        get = w.frames.get
+
+        def broken(key: Any, destination: Any) -> bool:
+            get(key, destination)
+            raise KeyError("a bug")
+
+        monkeypatch.setattr(w.frames, "get", broken)
+        assert w.backend.batched_get_blocking(keys) == [None, None]
+        assert w.backend.get_non_blocking(keys[0]).result(10) is None
+        assert w.run(w.backend.batched_get_non_blocking("id", keys)) == []
+        assert w.frames.tiers[0].counters.value("misses", "internal") == 5
+        monkeypatch.undo()
+        same(w.backend.get_blocking(keys[0]), copies[0])
+
+
+def test_a_cancelled_lookup_leaves_no_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    with worker({"turboquant.ram_gb": 0.05, "turboquant.workers": 1}) as w:
+        keys = w.keys(3)
+        w.put(keys)
+        gate, begun = threading.Event(), threading.Event()
+        contains = w.frames.tiers[0].store.contains
+
+        def slow(name: str) -> bool:
+            begun.set()
+            gate.wait(10)
+            return contains(name)
+
+        monkeypatch.setattr(w.frames.tiers[0].store, "contains", slow)
+        running, queued = (
+            asyncio.run_coroutine_threadsafe(w.backend.batched_async_contains("id", keys, pin=True), w.loop)
+            for _ in range(2)
+        )
+        assert begun.wait(10)
+        time.sleep(0.1)
+        running.cancel()
+        queued.cancel()
+        time.sleep(0.1)
+        pinned: list[int] = []
+        pin = w.frames.pins.pin
+        monkeypatch.setattr(w.frames.pins, "pin", lambda names: (pin(names), pinned.append(w.frames.pins.count()))[0])
+        gate.set()
+        assert w.frames.submit(lambda: True).result(10)
+        assert pinned == [3]  # and the one that had not begun pinned nothing
+        monkeypatch.undo()
+        assert w.frames.pins.count() == 0
+        assert w.run(w.backend.batched_async_contains("id", keys, pin=True)) == 3
+        assert w.frames.pins.count() == 3
+        for key in keys:
+            w.backend.unpin(key)
+
+
+def test_a_load_of_nothing_is_nothing() -> None:
+    with worker() as w:
+        assert w.run(w.backend.batched_get_non_blocking("id", [])) == []
+        assert w.run(w.backend.batched_async_contains("id", [])) == 0
+        assert w.backend.batched_get_blocking([]) == []
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_batch_waits_for_memory_once_not_once_for_each_chunk(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    monkeypatch.setattr("tq_offload_connectors.in_process.objects.ALLOCATE_WAIT_S", 0.5)
+    with worker({"turboquant.ram_gb": 0.05, "turboquant.workers": workers}) as w:
+        keys = w.keys(8)
+        copies = w.put(keys)
+        held = []
+        while (obj := w.cpu.allocate(w.meta.get_shapes(CHUNK), w.meta.get_dtypes(), busy_loop=False)) is not None:
+            held.append(obj)
+        for load in (w.backend.batched_get_blocking, lambda ks: w.run(w.backend.batched_get_non_blocking("id", ks))):
+            start = time.monotonic()
+            assert not any(load(keys))
+            assert 0.4 < time.monotonic() - start < 1.0
+        for obj in held:
+            obj.ref_count_down()
+        for obj, copy in zip(w.backend.batched_get_blocking(keys), copies, strict=True):
+            same(obj, copy)
 
 
 def test_pinned_chunks_are_not_evicted() -> None:
@@ -389,7 +501,18 @@ def test_layerwise_in_ram(mla: bool) -> None:
     [
         ({"turboquant.ram_gb": 1, "turboquant.bitz": 4}, {}, "turboquant.bitz"),
         ({"turboquant.ram_gb": "much"}, {}, "turboquant.ram_gb"),
-        ({"turboquant.ram_gb": 1, "turboquant.preset": "best"}, {}, "preset"),
+        ({"turboquant.ram_gb": 1, "turboquant.preset": "best"}, {}, "turboquant.preset='best'"),
+        ({"turboquant.ram_gb": 1, "turboquant.bits": 9}, {}, "start: turboquant.bits=9"),
+        ({"turboquant.ram_gb": 1, "turboquant.write_threads": 0}, {}, "start: turboquant.write_threads=0"),
+        ({"turboquant.ram_gb": 1, "turboquant.disk_fsync": "x"}, {}, "start: turboquant.disk_fsync='x'"),
+        ({"turboquant.redis_url": "redis://h", "turboquant.redis_ttl_s": -1}, {}, "start: turboquant.redis_ttl_s=-1"),
+        ({"turboquant.ram_gb": 1, "turboquant.password": "hunter2"}, {}, "turboquant.password='...'"),
+        ({"turboquant.ram_gb": 1, "turboquant.redispassword": "hunter2"}, {}, "turboquant.redispassword='...'"),
+        ({"turboquant.ram_gb": 1, "turboquant.redis_passwd": "hunter2"}, {}, "start: turboquant.redis_passwd='...'"),
+        ({"turboquant.ram_gb": 1, "turboquant.redisurl": "redis://:hunter2@h"}, {}, "turboquant.redisurl='...'"),
+        ({"turboquant.ram_gb": 1, "turboquant.disk_gb": 5}, {}, "turboquant.disk_gb=5"),
+        ({"turboquant.disk": 7}, {}, "turboquant.disk=7"),
+        ({"turboquant.disk": ""}, {}, "turboquant.disk=''"),
         ({"turboquant.bits": 4}, {}, "one of ram_gb, disk and redis_url"),
         ({"turboquant.ram_gb": 1, "turboquant.redis_ttl_s": 5}, {}, "no Redis tier"),
         ({"turboquant.redis_url": "ftp://x"}, {}, "redis_url"),
@@ -402,6 +525,32 @@ def test_settings_that_cannot_work_end_the_start(extra: dict[str, Any], changes:
     with pytest.raises(SystemExit, match="TQ-Offload: cannot start") as caught:
         TurboQuantBackend(config=config(extra, **changes), metadata=metadata(), local_cpu_backend=None, loop=None)
     assert message in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("BITS", "9"), ("WRITE_THREADS", "x"), ("DISK_FSYNC", "x"), ("REDIS_TTL_S", "-1")]
+)
+def test_a_wrong_variable_is_named_as_such(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    monkeypatch.setenv(f"TQ_OFFLOAD_{variable}", value)
+    extra = {"turboquant.redis_url": "redis://h", "turboquant.redis_key_prefix": "x"}
+    with pytest.raises(SystemExit, match=f"cannot start: TQ_OFFLOAD_{variable}='{value}'"):
+        TurboQuantBackend(config=config(extra), metadata=metadata(), local_cpu_backend=None, loop=None)
+
+
+def test_a_disk_that_cannot_be_written_is_said_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode, **k: not mode & os.W_OK and access(path, mode, **k))
+    logging.getLogger(LOGGER_NAME).addHandler(caplog.handler)  # LMCache's logger does not propagate
+    try:
+        with worker({"turboquant.disk": str(tmp_path)}):
+            pass
+    finally:
+        logging.getLogger(LOGGER_NAME).removeHandler(caplog.handler)
+    lines = [m for m in caplog.messages if "nothing will be stored" in m]
+    assert lines == [f"TQ-Offload: tier disk: nothing will be stored: {tmp_path} cannot be written"]
 
 
 def test_the_scheduler_looks_up_on_disk_without_memory(tmp_path: Path) -> None:
@@ -449,6 +598,10 @@ def test_close_ends_all_threads_and_later_calls_are_misses() -> None:
     w = Worker({"turboquant.ram_gb": 0.05})
     keys = w.keys(2)
     w.put(keys)
+    w.backend.close()
+    assert w.run(w.backend.batched_async_contains("id", keys, pin=True)) == 0
+    assert w.backend.get_non_blocking(keys[0]).result(0) is None
+    assert w.run(w.backend.batched_get_non_blocking("id", keys)) == []
     w.close()
     assert {t.name for t in threading.enumerate() if t.name.startswith("tq-")} <= before
     assert w.backend.batched_contains(keys) == 0

@@ -456,7 +456,9 @@ def test_names_differ_for_every_field_and_fit(model: str, tools: Any) -> None:
     ("kind", "params", "text"),
     [
         ("ram", {}, "adapter_params.capacity_gb=None is not understood; allowed: a size in GiB"),
-        ("ram", {"capacity_gb": "1"}, "adapter_params.capacity_gb='1'"),
+        ("ram", {"capacity_gb": "much"}, "adapter_params.capacity_gb='much'"),
+        ("ram", {"capacity_gb": 1, "write_threads": 0}, "adapter_params.write_threads=0"),
+        ("ram", {"capacity_gb": 1, "max_workers": 0}, "adapter_params.max_workers=0"),
         ("ram", {"capacity_gb": True}, "adapter_params.capacity_gb=True"),
         ("ram", {"capacity_gb": float("nan")}, "adapter_params.capacity_gb=nan"),
         ("ram", {"capacity_gb": 1, "bits": 9}, "adapter_params.bits=9 is not understood; allowed: an integer from 1 "),
@@ -502,9 +504,21 @@ def test_settings_come_from_the_environment_too(make_rig: Any, monkeypatch: pyte
     monkeypatch.setenv("TQ_OFFLOAD_BITS", "3")
     monkeypatch.setenv("TQ_OFFLOAD_REPAIR", "0")
     assert make_rig("ram").adapter._frames.codec.spec.key_bits == 3
-    rig = make_rig("ram", bits=8, repair=True)
+    rig = make_rig("ram", bits=8, repair=True, capacity_gb="0.25")
+    assert rig.adapter._max_capacity_bytes == 1 << 28
     assert rig.adapter._frames.codec.spec.key_bits == 8
     assert rig.adapter._frames._repair is True
+
+
+def test_a_wrong_variable_is_named_as_such(monkeypatch: pytest.MonkeyPatch, tools: Any) -> None:
+    from tq_offload.errors import ConfigError
+    from tq_offload_connectors.multi_process import RedisL2Adapter
+
+    for variable, value in (("REDIS_TTL_S", "-1"), ("WRITE_THREADS", "x"), ("BITS", "9")):
+        monkeypatch.setenv(f"TQ_OFFLOAD_{variable}", value)
+        with pytest.raises(ConfigError, match=f"^TQ_OFFLOAD_{variable}='{value}'"):
+            RedisL2Adapter.parse({"url": "redis://host", "db": 1})
+        monkeypatch.delenv(f"TQ_OFFLOAD_{variable}")
 
 
 def test_the_start_says_what_is_compressed(make_rig: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -764,12 +764,14 @@ def test_no_password_is_logged() -> None:
     [
         ({"use_layerwise": True}, "use_layerwise"),
         ({"enable_blending": True}, "enable_blending"),
-        ({"extra_config": {"turboquant.key_bits": 77}}, "key_bits"),
+        ({"extra_config": {"turboquant.key_bits": 77}}, "start: turboquant.key_bits=77"),
+        ({"extra_config": {"turboquant.write_threads": 0}}, "start: turboquant.write_threads=0"),
+        ({"extra_config": {"turboquant.password": "hunter2"}}, r"turboquant.password='\.\.\.'"),
         ({"extra_config": {"turboquant.keybits": 4}}, "turboquant.keybits"),
     ],
 )
 def test_what_cannot_work_ends_the_start(open_fs: Any, config: dict[str, Any], message: str) -> None:
-    with pytest.raises(SystemExit, match=f"(?s)TQ-Offload: cannot start: .*{message}"):
+    with pytest.raises(SystemExit, match=f"(?s)TQ-Offload: cannot .*{message}"):
         open_fs(**config)
 
 

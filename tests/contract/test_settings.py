@@ -9,9 +9,11 @@ import pytest
 from tq_offload.errors import ConfigError, IncompatibleError
 from tq_offload.integrations.lmcache.settings import (
     SERDE_SETTINGS,
+    gib_to_bytes,
     serde_requested,
     settings_from_env,
     settings_from_serde,
+    tier_settings,
 )
 from tq_offload.integrations.lmcache.versions import check_lmcache, has_plugins
 from tq_offload.spec import CodecSpec
@@ -97,6 +99,39 @@ def test_errors_of_an_explicit_serde() -> None:
         settings_from_serde({"max_workers": 1, "workers": 1}, {})
     with pytest.raises(ConfigError, match="TQ_OFFLOAD_SEED"):
         settings_from_serde({"head_dim": 64}, {"TQ_OFFLOAD_SEED": "x"})
+    with pytest.raises(ConfigError, match=r"^turboquant\.bits=9 is not understood"):
+        settings_from_serde({"bits": 9}, {}, prefix="turboquant.")
+    with pytest.raises(ConfigError, match=r"^turboquant\.max_workers='x' is not understood"):
+        settings_from_serde({"max_workers": "x"}, {}, prefix="turboquant.")
+
+
+def test_settings_of_tiers_are_named_as_written() -> None:
+    settings = tier_settings({"redis_db": 3, "queue_gb": "0.5"}, {"TQ_OFFLOAD_REDIS_TTL_S": "5"})
+    assert (settings.queue_gb, settings.redis) == (0.5, {"db": 3, "ttl_s": "5"})
+    assert settings.redis_names == {"db": "turboquant.redis_db", "ttl_s": "TQ_OFFLOAD_REDIS_TTL_S"}
+    with pytest.raises(ConfigError, match=r"^turboquant\.write_threads=0 is"):
+        tier_settings({"write_threads": 0}, {})
+    with pytest.raises(ConfigError, match=r"^mine=0 is"):
+        tier_settings({"write_threads": 0}, {}, shown=lambda _: "mine")
+    with pytest.raises(ConfigError, match=r"^TQ_OFFLOAD_WRITE_THREADS='0' is"):
+        tier_settings({}, {"TQ_OFFLOAD_WRITE_THREADS": "0"})
+
+
+@pytest.mark.parametrize("variable", ["TQ_OFFLOAD_REDISPASSWORD", "TQ_OFFLOAD_PASS", "TQ_OFFLOAD_REDISURL"])
+def test_no_message_shows_what_may_be_a_password(variable: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{variable}='\.\.\.' is not understood") as error:
+        settings_from_env({variable: "redis://:hunter2@h"})
+    assert "hunter2" not in f"{error.value}{error.value.value}"
+    with pytest.raises(ConfigError, match=r"^serde\.password='\.\.\.'"):
+        settings_from_serde({"password": "hunter2"}, {})
+
+
+def test_sizes_are_numbers_or_text() -> None:
+    assert gib_to_bytes("x", "16") == gib_to_bytes("x", 16) == 16 << 30
+    assert gib_to_bytes("x", 0.5) == 1 << 29
+    for bad in ("", "much", 0, -1, True, None, float("nan"), float("inf"), 1 << 20):
+        with pytest.raises(ConfigError, match="^x=.*a size in GiB, more than 0"):
+            gib_to_bytes("x", bad)
 
 
 def test_versions() -> None:

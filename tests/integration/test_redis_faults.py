@@ -29,6 +29,7 @@ from tq_offload.errors import (
     StoreTimeoutError,
     StoreUnavailableError,
 )
+from tq_offload_connectors import memory
 from tq_offload_connectors.redis import RedisSettings, RedisStore
 from tq_offload_connectors.redis import node as redis_node
 
@@ -453,6 +454,51 @@ def test_a_value_over_the_servers_limit_whose_parts_are_not() -> None:
     with RedisServer("--proto-max-bulk-len", "1mb") as server, connect(server) as store:
         put(store, "k", 1_100_000)
         assert check("k", store.get("k"))
+
+
+def test_a_value_that_no_buffer_is_lent_for_is_not_read(server: RedisServer) -> None:
+    def allocate(nbytes: int) -> memoryview:
+        if nbytes > 1 << 20:
+            raise EntryTooLargeError(f"{nbytes} bytes")
+        return memoryview(bytearray(nbytes))
+
+    with connect(server, backoff_base_s=5, backoff_cap_s=5, max_connections=1) as store:
+        put(store, "k")
+        put(store, "large", 64 << 20)
+        before = server.command("INFO", "stats")["total_net_output_bytes"]
+        files = open_files()
+        for _ in range(3):
+            error = within(1, lambda: store.get("large", allocate), EntryTooLargeError)
+            assert str(error) == f"{(64 << 20) + 80} bytes"
+            assert open_files() == files - 1, "its connection is still open"
+            assert check("k", store.get("k", allocate))  # at once, over another connection
+        assert server.command("INFO", "stats")["total_net_output_bytes"] - before < 3 * (32 << 20), "it was sent"
+        assert check("large", store.get("large"))
+
+
+@pytest.mark.parametrize("own_client", [False, True])
+def test_no_memory_is_no_failure_of_the_server(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, own_client: bool
+) -> None:
+    import redis
+
+    def fails(*arguments: object, **options: object) -> None:
+        raise MemoryError
+
+    options = RedisSettings.from_url(server.url, **{**QUICK, "backoff_base_s": 5, "backoff_cap_s": 5})
+    with redis.Redis(port=server.port) as client, RedisStore(options, client=client if own_client else None) as store:
+        put(store, "a")
+        put(store, "b")
+        places = [(redis_node, "pack"), (redis_node, "_read") if own_client else (redis_node.ReplyReader, "_string")]
+        if not own_client:
+            places.append((memory.np, "empty"))
+        for owner, name in places:
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, name, fails)
+                error = within(1, lambda: store.get("a"), StoreIOError)
+            assert error.reason == "no_memory"
+            assert check("b", store.get("b"))
+            assert check("a", store.get("a"))
 
 
 NO_FIELD_OF_OURS: tuple[object, ...] = ("HSET", "tq:k", "a", "b")

@@ -247,11 +247,14 @@ def test_an_error_of_the_callers_allocate_reaches_it_and_harms_nobody(store: Red
     put(store, "a", pattern(300_000, 1))
     put(store, "b", pattern(300_000, 2))
 
+    class CancelledError(Exception):
+        pass
+
     def allocate(nbytes: int) -> memoryview:
-        raise MemoryError(nbytes)
+        raise CancelledError(nbytes)
 
     for _ in range(3):
-        with pytest.raises(MemoryError):
+        with pytest.raises(CancelledError):
             store.get("a", allocate)
         assert read(store, "b") == pattern(300_000, 2)
 
@@ -345,7 +348,6 @@ def test_tls(certificates: Certificates, tmp_path: Path) -> None:
         for url, options in (
             (server.tls_url, {}),
             (server.tls_url, {"tls_ca_certs": str(other.ca)}),
-            (server.tls_url, {"tls_ca_certs": str(tmp_path / "absent")}),
             (server.tls_url.replace("127.0.0.1", "127.1"), {"tls_ca_certs": str(certificates.ca)}),  # not its name
         ):
             with RedisStore(RedisSettings.from_url(url, **options)) as store, pytest.raises(StoreUnavailableError):

@@ -351,9 +351,46 @@ def test_a_lent_buffer_of_another_size_is_refused(tmp_path: Path) -> None:
     store = DiskStore(tmp_path)
     put(store, "k", b"value")
     for size in (4, 6):
-        with pytest.raises(StoreError, match="lent"):
+        with pytest.raises(StoreIOError, match="lent"):
             store.get("k", lambda _, size=size: memoryview(bytearray(size)))
+    with pytest.raises(StoreIOError, match="read-only"):
+        store.get("k", lambda size: memoryview(bytes(size)))
     assert len(os.listdir("/proc/self/fd")) < 200
+
+
+def test_a_file_that_no_buffer_is_lent_for_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DiskStore(tmp_path)
+    put(store, "k", b"value")
+    os.truncate(tmp_path / entry_name("k"), 3 << 30)
+    before = len(os.listdir("/proc/self/fd"))
+
+    def allocate(size: int) -> memoryview:
+        if size > 1 << 20:
+            raise EntryTooLargeError(f"{size} bytes")
+        return memoryview(bytearray(size))
+
+    monkeypatch.setattr(os, "preadv", lambda *arguments: pytest.fail("it is read"))
+    start = time.monotonic()
+    with pytest.raises(EntryTooLargeError, match=f"^{3 << 30} bytes$"):
+        store.get("k", allocate)
+    assert time.monotonic() - start < 0.5
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_no_memory_for_a_read_is_not_a_full_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DiskStore(tmp_path)
+    put(store, "k", b"value")
+
+    def fails(*arguments: object) -> None:
+        raise MemoryError
+
+    for patched in ("tq_offload_connectors.memory.np.empty", "os.preadv"):
+        with monkeypatch.context() as patch:
+            patch.setattr(patched, fails)
+            with pytest.raises(StoreIOError, match="no memory") as caught:
+                store.get("k")
+        assert caught.value.reason == "no_memory"
+        assert read(store, "k") == b"value"
 
 
 def test_a_file_that_is_cut_off_while_it_is_read_is_an_error(tmp_path: Path) -> None:

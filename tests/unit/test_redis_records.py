@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tq_offload.errors import StoreIOError
-from tq_offload_connectors.redis.protocol import ReplyReader, join_record, length_of
+from tq_offload_connectors.redis.protocol import NoBufferError, ReplyReader, join_record, length_of
 from tq_offload_connectors.redis.records import FIELDS, OVERHEAD, SMALL, part_sizes, read_command, write_command
 
 
@@ -226,6 +226,15 @@ def test_no_memory_for_a_value_is_an_error_of_the_store(monkeypatch: pytest.Monk
     def no_memory(*arguments: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("tq_offload_connectors.redis.protocol.np.empty", no_memory)
-    with pytest.raises(StoreIOError, match="no memory for a value of 5 bytes"):
+    monkeypatch.setattr("tq_offload_connectors.memory.np.empty", no_memory)
+    with pytest.raises(NoBufferError, match="no memory for a value of 5 bytes") as caught:
         ReplyReader(Wire(encode([b"5", b"abcde"])), 5.0).read_record()
+    assert type(caught.value.error) is StoreIOError
+    assert caught.value.error.reason == "no_memory"
+
+
+@pytest.mark.parametrize("lent", [bytearray(4), bytearray(6), b"12345"], ids=str)
+@pytest.mark.parametrize("reply", [[b"5", b"abcde"], b"abcde"], ids=str)
+def test_a_lent_buffer_that_cannot_take_the_value_is_refused(lent: bytes, reply: object) -> None:
+    with pytest.raises(NoBufferError, match="lent"):
+        ReplyReader(Wire(encode(reply)), 5.0, lambda nbytes: memoryview(lent)).read_record()

@@ -1,6 +1,8 @@
 """Settings of the Redis store: every form of address, strictly, and never a password in a message."""
 
 import dataclasses
+import os
+from pathlib import Path
 
 import pytest
 
@@ -129,6 +131,16 @@ def test_messages_name_the_setting_as_the_user_wrote_it() -> None:
         {"url": "redis://u:s3cr:t@cache?password=s3cr:t"},
         {"url": "redis://cache", "passwort": "s3cr:t"},
         {"url": "redis://cache", "password": ["s3cr:t"]},
+        {"url": "redis://cache", "redispassword": "s3cr:t"},
+        {"url": "redis://localhost?password=s3cr:t&x"},
+        {"url": "redis://u:p@localhost?password=s3cr:t&x"},
+        {"url": "redis://localhost?password=p@s3cr:t&x"},
+        {"url": "redis://localhost#s3cr:t"},
+        {"url": "redis://u:s3cr:t"},
+        {"url": "redis://:s3cr/t"},
+        {"url": "redis:u:s3cr:t"},
+        {"url": b"redis://u:s3cr:t@cache"},
+        {"url": ["redis://u:s3cr:t@cache"]},
     ],
     ids=str,
 )
@@ -139,6 +151,34 @@ def test_no_message_shows_a_password(values: dict[str, object]) -> None:
     while error is not None:
         assert "s3cr" not in str(error)
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://cache:1/2", "http://cache:1/2"), ("cache:6379", "cache:6379"), ("redis://cache:65536", None),
+        ("redis://[::1]:0,b:2/main?x", "redis://[::1]:0,b:2/main?..."), ("redis://u:p@cache:x/3", "redis://***@cache:x/3"),
+        ("redis://cache:x", "redis://..."), ("redis://u:p?@cache", "redis://..."), ("", None),
+    ],
+)  # fmt: skip
+def test_messages_show_of_an_address_what_can_be_no_password(url: str, shown: "str | None") -> None:
+    with pytest.raises(ConfigError) as caught:
+        RedisSettings.from_url(url)
+    assert caught.value.value == (url if shown is None else shown)
+
+
+@pytest.mark.parametrize("name", ["tls_ca_certs", "tls_cert", "tls_key"])
+def test_files_that_cannot_be_read_are_refused(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "file.pem"
+    for path in (file, tmp_path, f"{file}\0"):
+        with pytest.raises(ConfigError, match=f"^{name}=.*a file that is there"):
+            RedisSettings.from_url("rediss://cache", **{name: str(path)})
+    file.touch(0o600)
+    assert getattr(RedisSettings.from_url("rediss://cache", **{name: str(file)}), name) == str(file)
+    if os.geteuid():  # root reads everything
+        file.chmod(0)
+        with pytest.raises(ConfigError, match="can be read"):
+            RedisSettings.from_url("rediss://cache", **{name: str(file)})
 
 
 def test_neither_repr_nor_description_shows_a_password() -> None:

@@ -11,11 +11,10 @@ import stat
 from collections.abc import Collection, Iterator
 from types import TracebackType
 
-import numpy as np
-
-from tq_offload.errors import EntryTooLargeError, StoreError, StoreFullError, StoreIOError
+from tq_offload.errors import EntryTooLargeError, StoreFullError, StoreIOError
 from tq_offload_connectors.byte_store import Allocate
 from tq_offload_connectors.disk.names import KEY_ATTRIBUTE, SUFFIX, TEMP_PREFIX, is_entry
+from tq_offload_connectors.memory import lend, no_memory
 
 __all__ = ["FULL", "TempFile", "make_folder", "os_errors", "read_entry", "regular_size", "scan"]
 
@@ -33,9 +32,9 @@ def os_errors(folder: str) -> Iterator[None]:
     """The one boundary between errors of the system and those of stores.
 
     Raises:
-        StoreFullError: For ENOSPC and EDQUOT, and if there is no memory.
+        StoreFullError: For ENOSPC and EDQUOT.
         EntryTooLargeError: For EFBIG.
-        StoreIOError: For every other OSError.
+        StoreIOError: For every other OSError, and for MemoryError (reason `no_memory`).
     """
     try:
         yield
@@ -47,7 +46,7 @@ def os_errors(folder: str) -> Iterator[None]:
             raise EntryTooLargeError(text) from error
         raise StoreIOError(text) from error
     except MemoryError as error:
-        raise StoreFullError(f"{folder}: no memory to read into") from error
+        raise no_memory(f"for what is asked of {folder}") from error
 
 
 def make_folder(path: str) -> None:
@@ -171,7 +170,7 @@ def read_entry(path: str, allocate: Allocate | None) -> tuple[memoryview, float]
     Raises:
         OSError: Of the system.
         StoreIOError: It was cut off while it was read.
-        StoreError: `allocate` lent a buffer of another size.
+        StoreError: There is no buffer for it; see `lend`. Nothing was read.
     """
     try:
         fd = os.open(path, READ)
@@ -183,11 +182,7 @@ def read_entry(path: str, allocate: Allocate | None) -> tuple[memoryview, float]
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             return None
-        size = status.st_size
-        buffer = allocate(size) if allocate else np.empty(size, np.uint8).data
-        if buffer.nbytes != size:
-            raise StoreError(f"asked for a buffer of {size} bytes, was lent one of {buffer.nbytes}")
-        buffer = buffer.cast("B")
+        buffer = lend(allocate, status.st_size)
         _read_into(fd, buffer, path)
         return buffer.toreadonly(), status.st_mtime
     finally:

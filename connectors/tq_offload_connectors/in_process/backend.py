@@ -21,8 +21,8 @@ from tq_offload.codec import TurboQuantCodec
 from tq_offload.errors import BackendError, ConfigError, StoreError
 from tq_offload.integrations.lmcache.log import logger
 from tq_offload_connectors.frame_store import FrameKey, FrameStore, Put
-from tq_offload_connectors.in_process.loads import Load
-from tq_offload_connectors.in_process.objects import ChunkObjects
+from tq_offload_connectors.in_process.loads import Load, free_all
+from tq_offload_connectors.in_process.objects import ChunkObjects, Patience
 from tq_offload_connectors.in_process.plan import TierPlan, make_tiers, plan_from_config
 
 __all__ = ["TurboQuantBackend"]
@@ -92,8 +92,24 @@ class TurboQuantBackend(StoragePluginInterface):
         return self.frames.contains_prefix([self._name(key) for key in keys], pin)
 
     async def batched_async_contains(self, lookup_id: str, keys: list[CacheEngineKey], pin: bool = False) -> int:
-        """The same, off the event loop: a remote tier takes a round trip."""
-        return await asyncio.wrap_future(self.frames.submit(lambda: self.batched_contains(keys, pin)))
+        """The same, off the event loop: a remote tier takes a round trip. Cancelled, it leaves no pins."""
+        try:
+            future = self.frames.submit(partial(self.batched_contains, keys, pin))
+        except RuntimeError:  # closed
+            return 0
+        asked = asyncio.wrap_future(future)
+        try:
+            await asyncio.wait([asked])
+        except BaseException:
+            if not future.cancel() and pin:
+                future.add_done_callback(partial(self._undo_pins, keys))
+            raise
+        return 0 if asked.cancelled() else asked.result()
+
+    def _undo_pins(self, keys: Sequence[CacheEngineKey], found: Future[int]) -> None:
+        if not found.cancelled() and found.exception() is None:
+            for key in keys[: found.result()]:
+                self.unpin(key)
 
     def exists_in_put_tasks(self, key: CacheEngineKey) -> bool:
         """Whether the chunk is on its way into some tier."""
@@ -158,8 +174,14 @@ class TurboQuantBackend(StoragePluginInterface):
 
     def get_non_blocking(self, key: CacheEngineKey, location: str | None = None) -> Future[MemoryObj | None] | None:
         """A future of `get_blocking`."""
-        load = Load(self.frames, self.objects, self._key(key), key).start()
-        return self.frames.submit(partial(load.result, self._timeout))
+        (load,) = self._start([key])
+        try:
+            return self.frames.submit(partial(load.result, self._timeout))
+        except RuntimeError:  # closed
+            free_all([load])
+            missed: Future[MemoryObj | None] = Future()
+            missed.set_result(None)
+            return missed
 
     async def batched_get_non_blocking(
         self, lookup_id: str, keys: list[CacheEngineKey], transfer_spec: Any = None
@@ -169,13 +191,14 @@ class TurboQuantBackend(StoragePluginInterface):
         Raises:
             RuntimeError: In layerwise mode, for a chunk that is not there: LMCache could not tell it from a hit.
         """
+        if not keys:
+            return []
         loads = self._start(keys)
         try:
             await asyncio.wait([asyncio.wrap_future(load.future) for load in loads], timeout=self._timeout)
             found = [load.result(0.0) for load in loads]
         except BaseException:  # cancelled: nobody will take the chunks
-            for load in loads:
-                load.free()
+            free_all(loads)
             raise
         finally:
             if not self._layerwise:  # there LMCache unpins by itself
@@ -193,7 +216,8 @@ class TurboQuantBackend(StoragePluginInterface):
         return [obj for obj in found[:hits] if obj is not None]
 
     def _start(self, keys: Sequence[CacheEngineKey]) -> list[Load]:
-        return [Load(self.frames, self.objects, self._key(key), key).start() for key in keys]
+        patience = Patience()
+        return [Load(self.frames, self.objects, self._key(key), patience).start() for key in keys]
 
     def _touch(self, keys: Sequence[CacheEngineKey]) -> None:
         """The first chunk of a prefix is to be evicted last."""

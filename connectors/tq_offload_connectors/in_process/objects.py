@@ -16,7 +16,7 @@ from tq_offload.integrations.lmcache.model_config import HeadGeometry, ModelGeom
 from tq_offload.integrations.lmcache.settings import SerdeSettings
 from tq_offload.layout import ChunkLayout, dtype_name
 
-__all__ = ["ChunkObjects"]
+__all__ = ["ChunkObjects", "Patience", "heap_object"]
 
 ALLOCATE_WAIT_S = 2.0
 ALLOCATE_PAUSE_S = 0.005
@@ -28,6 +28,13 @@ class _Key:
 
     def __init__(self, model_name: str, kv_rank: int) -> None:
         self.model_name, self.kv_rank = model_name, kv_rank
+
+
+class Patience:
+    """Shared by the loads of a batch: once one of them waited for memory in vain, no other waits."""
+
+    def __init__(self) -> None:
+        self.over = False
 
 
 class ChunkObjects:
@@ -81,8 +88,14 @@ class ChunkObjects:
 
     # Load
 
-    def allocate(self, layout: ChunkLayout, key: CacheEngineKey) -> MemoryObj | None:
+    def allocate(self, layout: ChunkLayout, patience: Patience) -> MemoryObj | None:
         """Memory for a chunk that a frame holds, waiting a moment for chunks under way; None: there is no room.
+
+        In layerwise mode a load must not fail: it gets memory outside LMCache's pool.
+
+        Args:
+            layout: What the frame holds.
+            patience: Of the batch.
 
         Raises:
             FrameMismatchError: Not a chunk of this engine.
@@ -91,10 +104,14 @@ class ChunkObjects:
         deadline = time.monotonic() + ALLOCATE_WAIT_S
         while True:
             obj: MemoryObj | None = self._cpu.allocate(shapes, dtypes, fmt=self._format, busy_loop=False)
-            if obj is not None or self.layerwise or time.monotonic() >= deadline:
-                break
+            if obj is not None:
+                return obj
+            if self.layerwise:
+                return heap_object(shapes, dtypes, self._format)
+            patience.over = patience.over or time.monotonic() >= deadline
+            if patience.over:
+                return None
             time.sleep(ALLOCATE_PAUSE_S)
-        return _on_heap(shapes, dtypes, self._format) if obj is None and self.layerwise else obj
 
     def targets(self, obj: MemoryObj) -> list[torch.Tensor]:
         """The tensors of a chunk as the codec sees them, one for each group.
@@ -158,8 +175,8 @@ def _coded(shape: Sequence[int]) -> tuple[int, ...]:
     return (1, *sizes) if len(sizes) == 2 else sizes
 
 
-def _on_heap(shapes: list[torch.Size], dtypes: list[torch.dtype], fmt: MemoryFormat) -> MemoryObj:
-    """A chunk outside LMCache's pool, freed by Python: in layerwise mode a load must not fail."""
+def heap_object(shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], fmt: MemoryFormat) -> MemoryObj:
+    """A MemoryObj outside LMCache's pool. Its memory goes with the last reference in Python."""
     nbytes = sum(shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
     metadata = MemoryObjMetadata(
         shape=shapes[0],
@@ -169,7 +186,7 @@ def _on_heap(shapes: list[torch.Size], dtypes: list[torch.dtype], fmt: MemoryFor
         ref_count=1,
         pin_count=0,
         fmt=fmt,
-        shapes=shapes,
-        dtypes=dtypes,
+        shapes=list(shapes),
+        dtypes=list(dtypes),
     )
     return TensorMemoryObj(torch.empty(nbytes, dtype=torch.uint8), metadata, parent_allocator=None)

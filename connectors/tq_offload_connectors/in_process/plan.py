@@ -8,23 +8,26 @@ from functools import partial
 from typing import Any
 
 from tq_offload.errors import ConfigError
+from tq_offload.integrations.lmcache.log import logger
 from tq_offload.integrations.lmcache.settings import (
+    EXTRA_PREFIX,
+    GIB,
     REDIS_PREFIX,
     SERDE_SETTINGS,
     TIER_SETTINGS,
     SerdeSettings,
     TierSettings,
+    gib_to_bytes,
     settings_from_serde,
+    shown_value,
     tier_settings,
 )
 from tq_offload_connectors.redis.settings import RedisSettings
 from tq_offload_connectors.tier import Tier
 
-__all__ = ["EXTRA_PREFIX", "TierPlan", "make_tiers", "plan_from_config"]
+__all__ = ["TierPlan", "given_settings", "make_tiers", "plan_from_config"]
 
-EXTRA_PREFIX = "turboquant."
 PLACES = ("ram_gb", "disk", "disk_gb", "redis_url")
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,22 @@ class TierPlan:
         return [*found, staging]
 
 
+def given_settings(config: Any) -> dict[str, Any]:
+    """What LMCache's `extra_config` sets of ours, by names without the prefix.
+
+    Raises:
+        ConfigError: A `turboquant.*` key that is not known.
+    """
+    extra: Mapping[str, Any] = config.extra_config or {}
+    given = {str(k).removeprefix(EXTRA_PREFIX): v for k, v in extra.items() if str(k).startswith(EXTRA_PREFIX)}
+    for name, value in given.items():
+        if name not in (*PLACES, *SERDE_SETTINGS, *TIER_SETTINGS) and not name.startswith(REDIS_PREFIX):
+            known = ", ".join((*PLACES, *SERDE_SETTINGS, *TIER_SETTINGS, REDIS_PREFIX + "*"))
+            allowed = f"one of the keys {known} after {EXTRA_PREFIX}"
+            raise ConfigError(EXTRA_PREFIX + name, shown_value(name, value), allowed)
+    return given
+
+
 def plan_from_config(config: Any, metadata: Any, dst_device: str = "cpu") -> TierPlan:
     """The plan of a worker.
 
@@ -85,13 +104,9 @@ def plan_from_config(config: Any, metadata: Any, dst_device: str = "cpu") -> Tie
     Raises:
         ConfigError: A `turboquant.*` key that is not known, a value that is not allowed, or no tier at all.
     """
-    extra: Mapping[str, Any] = config.extra_config or {}
-    given = {str(k).removeprefix(EXTRA_PREFIX): v for k, v in extra.items() if str(k).startswith(EXTRA_PREFIX)}
-    for name in given:
-        if name not in (*PLACES, *SERDE_SETTINGS, *TIER_SETTINGS) and not name.startswith(REDIS_PREFIX):
-            known = ", ".join((*PLACES, *SERDE_SETTINGS, *TIER_SETTINGS, REDIS_PREFIX + "*"))
-            raise ConfigError(EXTRA_PREFIX + name, given[name], f"one of the keys {known} after {EXTRA_PREFIX}")
-    serde = settings_from_serde({name: value for name, value in given.items() if name in SERDE_SETTINGS})
+    given = given_settings(config)
+    codec = {name: value for name, value in given.items() if name in SERDE_SETTINGS}
+    serde = settings_from_serde(codec, prefix=EXTRA_PREFIX)
     options = {n: v for n, v in given.items() if n not in PLACES and n not in SERDE_SETTINGS}
     tiers = tier_settings(options)
     redis = _redis(given.get("redis_url"), tiers)
@@ -133,6 +148,8 @@ def make_tiers(plan: TierPlan) -> list[Tier]:
             from tq_offload_connectors.disk import DiskStore
 
             store = DiskStore(plan.disk, plan.disk_bytes, plan.tiers.disk_fsync)
+            if store.problem:
+                logger().warning("TQ-Offload: tier disk: nothing will be stored: %s", store.problem)
             found.append(slow("disk", store))
         if plan.redis is not None:
             from tq_offload_connectors.redis import RedisStore
@@ -148,11 +165,11 @@ def make_tiers(plan: TierPlan) -> list[Tier]:
 def _redis(url: object, tiers: TierSettings) -> RedisSettings | None:
     if url is None:
         if tiers.redis:
-            raise ConfigError(REDIS_PREFIX + next(iter(tiers.redis)), "...", "unset: there is no Redis tier")
+            raise ConfigError(next(iter(tiers.redis_names.values())), "...", "unset: there is no Redis tier")
         return None
-    names = {"url": EXTRA_PREFIX + "redis_url"}
     return RedisSettings.from_mapping(
-        {"url": url, **tiers.redis}, shown=lambda name: names.get(name, REDIS_PREFIX + name)
+        {"url": url, **tiers.redis},
+        shown=lambda name: tiers.redis_names.get(name, EXTRA_PREFIX + REDIS_PREFIX + name),
     )
 
 
@@ -160,11 +177,15 @@ def _disk(given: Mapping[str, Any], config: Any, metadata: Any, dst_device: str)
     """Folder and its budget: `disk_gb` for each worker of this host that uses it, as LMCache counts it."""
     folders = given.get("disk")
     if folders is None:
+        if given.get("disk_gb") is not None:
+            raise ConfigError(EXTRA_PREFIX + "disk_gb", given["disk_gb"], f"unset without {EXTRA_PREFIX}disk")
         return None, None
+    if not isinstance(folders, str) or not folders.strip():
+        raise ConfigError(EXTRA_PREFIX + "disk", folders, "the path of a folder, or of several with commas")
     from lmcache.v1.storage_backend.path_sharder import PathSharder
 
     try:
-        sharder = PathSharder(str(folders), config.local_disk_path_sharding, dst_device)
+        sharder = PathSharder(folders, config.local_disk_path_sharding, dst_device)
     except ValueError as error:
         raise ConfigError(EXTRA_PREFIX + "disk", folders, str(error)) from None
     sharing = -(-max(1, int(metadata.local_world_size)) // len(sharder.all_paths))
@@ -190,15 +211,7 @@ def _reads_as_first_rank(config: Any, metadata: Any) -> bool:
 
 
 def _bytes(name: str, value: object) -> int | None:
-    if value is None:
-        return None
-    try:
-        number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else -1.0
-    except ValueError:
-        number = -1.0
-    if not 0 < number < 1 << 20:
-        raise ConfigError(EXTRA_PREFIX + name, value, "a size in GiB, more than 0")
-    return max(1, int(number * GIB))
+    return None if value is None else gib_to_bytes(EXTRA_PREFIX + name, value)
 
 
 def _gib(nbytes: int) -> str:

@@ -19,7 +19,7 @@ from tq_offload.integrations.lmcache.log import logger
 from tq_offload_connectors.disk import DiskStore
 from tq_offload_connectors.memory import MemoryStore
 from tq_offload_connectors.multi_process.base import FrameL2Adapter
-from tq_offload_connectors.multi_process.params import GIB, AdapterParams, parse_params, starting
+from tq_offload_connectors.multi_process.params import GIB, PARAMS_PREFIX, AdapterParams, parse_params, starting
 from tq_offload_connectors.redis import RedisStore
 from tq_offload_connectors.redis.settings import OPTIONS, RedisSettings
 
@@ -110,4 +110,5 @@ class RedisL2Adapter(FrameL2Adapter):
 
 def _redis(parsed: AdapterParams) -> RedisSettings:
     options = {**parsed.tier.redis, **parsed.own}
-    return RedisSettings.from_mapping(options, shown=lambda name: f"adapter_params.{name}")
+    names = {**parsed.tier.redis_names, **{name: PARAMS_PREFIX + name for name in parsed.own}}
+    return RedisSettings.from_mapping(options, shown=lambda name: names.get(name, PARAMS_PREFIX + name))

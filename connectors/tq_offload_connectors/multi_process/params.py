@@ -11,17 +11,19 @@ from typing import Any
 from tq_offload.errors import ConfigError, TQOffloadError
 from tq_offload.integrations.lmcache.log import logger
 from tq_offload.integrations.lmcache.settings import (
+    GIB,
     SERDE_SETTINGS,
     SerdeSettings,
     TierSettings,
+    gib_to_bytes,
     settings_from_serde,
     tier_settings,
 )
 from tq_offload.integrations.lmcache.versions import check_lmcache
 
-__all__ = ["GIB", "AdapterParams", "parse_params", "starting"]
+__all__ = ["GIB", "PARAMS_PREFIX", "AdapterParams", "parse_params", "starting"]
 
-GIB = 1 << 30
+PARAMS_PREFIX = "adapter_params."
 _TIER_KEYS = ("queue_gb", "write_queue_gb", "write_threads")
 _CODEC_KEYS = (*SERDE_SETTINGS, "max_workers")
 
@@ -47,11 +49,7 @@ class AdapterParams:
             ConfigError: Not a size.
         """
         value = self.own.get("capacity_gb")
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value * GIB < 1 << 60:
-            raise ConfigError(_shown("capacity_gb"), value, "a size in GiB, more than 0")
-        return int(value * GIB)
+        return None if value is None else gib_to_bytes(_shown("capacity_gb"), value)
 
 
 def parse_params(
@@ -72,18 +70,18 @@ def parse_params(
     for name in params:
         if name not in (*allowed, *_CODEC_KEYS):  # the value is not shown: it may be a mistyped password
             raise ConfigError(_shown(name), "...", "one of the keys " + ", ".join(allowed))
-    try:
-        tier = tier_settings({setting: params[name] for name, setting in names.items() if name in params})
-        settings = settings_from_serde({name: params[name] for name in _CODEC_KEYS if name in params})
-    except ConfigError as error:
-        written = {setting: name for name, setting in names.items()}
-        name = written.get(error.setting, error.setting.removeprefix("serde."))
-        raise ConfigError(_shown(name) if name in params else error.setting, error.value, error.allowed) from None
+    written = {setting: name for name, setting in names.items()}
+    tier = tier_settings(
+        {setting: params[name] for name, setting in names.items() if name in params},
+        shown=lambda setting: _shown(written[setting]),
+    )
+    codec = {name: params[name] for name in _CODEC_KEYS if name in params}
+    settings = settings_from_serde(codec, prefix=PARAMS_PREFIX)
     return AdapterParams(settings, tier, {name: params[name] for name in own if name in params})
 
 
 def _shown(name: str) -> str:
-    return f"adapter_params.{name}"
+    return PARAMS_PREFIX + name
 
 
 @contextmanager

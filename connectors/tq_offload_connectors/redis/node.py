@@ -10,9 +10,19 @@ from typing import Any
 
 from tq_offload.errors import StoreClosedError, StoreError, StoreTimeoutError, StoreUnavailableError
 from tq_offload_connectors.byte_store import Allocate
+from tq_offload_connectors.memory import no_memory
 from tq_offload_connectors.redis.breaker import Breaker
 from tq_offload_connectors.redis.errors import mapped, store_error
-from tq_offload_connectors.redis.protocol import READ_RECORD, Command, Reply, ReplyReader, code_of, join_record, pack
+from tq_offload_connectors.redis.protocol import (
+    READ_RECORD,
+    Command,
+    NoBufferError,
+    Reply,
+    ReplyReader,
+    code_of,
+    join_record,
+    pack,
+)
 from tq_offload_connectors.redis.settings import Address, RedisSettings
 
 __all__ = ["SMALL_VALUE", "Node", "make_pool"]
@@ -56,7 +66,8 @@ class Node:
         """Send the commands in one pipeline and read every reply, bulk strings into buffers of `allocate`.
 
         Raises:
-            StoreError: The connection failed, or still waits after an earlier failure.
+            StoreError: The connection failed, or still waits after an earlier failure; or, which is no failure of the
+                connection, there is no buffer for a reply.
         """
         self._check_open()
         self._breaker.check()
@@ -69,6 +80,12 @@ class Node:
                 replies = self._attempts(commands, allocate)
             except StoreClosedError:
                 raise
+            except NoBufferError as refusal:
+                self._breaker.succeed(epoch)
+                raise refusal.error from refusal.error.__cause__
+            except MemoryError as error:
+                self._breaker.succeed(epoch)
+                raise no_memory(f"for what is asked of {self.name}") from error
             except StoreError as error:
                 self._breaker.fail(epoch, error)
                 raise

@@ -6,14 +6,13 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
-from tq_offload.errors import StoreIOError, StoreTimeoutError, StoreUnavailableError
+from tq_offload.errors import StoreError, StoreIOError, StoreTimeoutError, StoreUnavailableError
 from tq_offload_connectors.byte_store import Allocate
+from tq_offload_connectors.memory import lend
 
 __all__ = [
-    "MAX_DIGITS", "READ_RECORD", "Command", "Reply", "ReplyReader", "ServerError", "code_of", "join_record",
-    "length_of", "pack",
+    "MAX_DIGITS", "READ_RECORD", "Command", "NoBufferError", "Reply", "ReplyReader", "ServerError", "code_of",
+    "join_record", "length_of", "pack",
 ]  # fmt: skip
 
 Command = Sequence["bytes | memoryview"]
@@ -40,6 +39,18 @@ _CODES = {"MovedError": "MOVED", "AskError": "ASK", "ReadOnlyError": "READONLY"}
 
 class ServerError(Exception):
     """An error that the server answered, with its text."""
+
+
+class NoBufferError(Exception):
+    """There is no buffer for a value: no failure of the connection, although the rest of the reply is not read.
+
+    Args:
+        error: What the caller of the store is to get.
+    """
+
+    def __init__(self, error: StoreError) -> None:
+        self.error = error
+        super().__init__(str(error))
 
 
 class Receiver(Protocol):
@@ -103,7 +114,7 @@ class ReplyReader:
 
     def __init__(self, sock: Receiver, timeout_s: float, allocate: Allocate | None = None) -> None:
         self._sock, self._timeout_s = sock, timeout_s
-        self._allocate = allocate or _new_buffer
+        self._allocate = allocate
         self._received = bytearray(_READ_SIZE)
         self._buffer = memoryview(self._received)
         self._start = self._end = 0
@@ -119,6 +130,7 @@ class ReplyReader:
 
         Raises:
             StoreIOError: It is no RESP2. StoreTimeoutError, StoreUnavailableError, OSError: it does not come.
+            NoBufferError: There is no buffer for it.
         """
         self._deadline = time.monotonic() + self._timeout_s
         return self._read(nested=False)
@@ -142,7 +154,7 @@ class ReplyReader:
             nbytes = self._string_header()
             found = found or nbytes >= 0
             if index == 0 and 0 < total <= (count - 1) * nbytes:
-                value = self._allocate(total)
+                value = self._lend(total)
             if 0 < nbytes <= len(value) - at:
                 self._fill(value[at : at + nbytes])
             elif nbytes >= 0:
@@ -191,9 +203,15 @@ class ReplyReader:
         return self._string(number, nested=nested)
 
     def _string(self, nbytes: int, *, nested: bool) -> bytes | memoryview:
-        value = memoryview(bytearray(nbytes)) if nested else self._allocate(nbytes)
+        value = memoryview(bytearray(nbytes)) if nested else self._lend(nbytes)
         self._fill(value)
         return bytes(value) if nested else value.toreadonly()
+
+    def _lend(self, nbytes: int) -> memoryview:
+        try:
+            return lend(self._allocate, nbytes)
+        except StoreError as error:
+            raise NoBufferError(error) from error
 
     def _fill(self, value: memoryview) -> None:
         """Receive the bytes of a string, and the end of its line."""
@@ -246,10 +264,3 @@ class ReplyReader:
 def _number(text: bytes) -> int | None:
     """An integer of 64 bits; None: it is none."""
     return int(text) if len(text) <= 20 and text.removeprefix(b"-").isdigit() else None
-
-
-def _new_buffer(nbytes: int) -> memoryview:
-    try:
-        return np.empty(nbytes, np.uint8).data
-    except MemoryError as error:
-        raise StoreIOError(f"no memory for a value of {nbytes} bytes") from error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +27,11 @@ _SCHEMES = {  # scheme -> mode, TLS
 _URL_FORMS = (
     "redis://[user:password@]host[:port][/db], rediss:// (TLS), valkey://, valkeys://, resp://, unix:///path[?db=n], "
     "redis-cluster://host:port[,host:port], redis-sentinel://host:port[,host:port]/service[/db]"
+)
+_SCHEME = re.compile(r"[A-Za-z-]+://")
+_HOST = r"(?:\[[0-9A-Fa-f:.]*\]|[\w.-]*)(?::\d{1,5})?"
+_SHOWN = re.compile(  # after "user:password@" anything may be a host; without it, what could be a password is none
+    rf"(?P<user>[^/?#]*@(?=[^@]*$))?(?P<hosts>(?(user)[^@?#]*|{_HOST}(?:,{_HOST})*(?:/[^@?#]*)?))(?P<query>[?#][^@]*)?"
 )
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -119,12 +126,14 @@ class RedisSettings:
             raise ConfigError(shown("db"), self.db, "0 on a cluster")
         if self.backoff_cap_s < self.backoff_base_s:
             raise ConfigError(shown("backoff_cap_s"), self.backoff_cap_s, f"{self.backoff_base_s} or more")
-        if not self.tls:
-            for name in ("tls_ca_certs", "tls_cert", "tls_key"):
-                if getattr(self, name) is not None:
-                    raise ConfigError(
-                        shown(name), getattr(self, name), "unset unless the url is rediss:// or valkeys://"
-                    )
+        for name in ("tls_ca_certs", "tls_cert", "tls_key"):
+            path = getattr(self, name)
+            if path is None:
+                continue
+            if not self.tls:
+                raise ConfigError(shown(name), path, "unset unless the url is rediss:// or valkeys://")
+            if not (os.path.isfile(path) and os.access(path, os.R_OK)):
+                raise ConfigError(shown(name), path, "a file that is there and can be read")
 
     def describe(self) -> str:
         """The address and prefix, without user and password."""
@@ -139,7 +148,7 @@ class RedisSettings:
 
 def _parse_url(value: object, name: str) -> dict[str, object]:
     if not isinstance(value, str):
-        raise ConfigError(name, value, _URL_FORMS)
+        raise ConfigError(name, None if value is None else "...", _URL_FORMS)
     refused = ConfigError(name, _without_password(value), _URL_FORMS)
     try:
         url = urllib.parse.urlsplit(value)
@@ -203,9 +212,14 @@ def _parse_query(query: str, name: str) -> dict[str, object]:
 
 
 def _without_password(url: str) -> str:
-    before, at, hosts = url.rpartition("@")
-    scheme, separator, _ = before.partition("://")
-    return f"{scheme if separator else ''}{separator}***@{hosts}" if at else url
+    """The URL without user and query; where a password may be in any other part of it, its scheme alone."""
+    scheme = _SCHEME.match(url)
+    start = scheme[0] if scheme else ""
+    found = _SHOWN.fullmatch(url, len(start))
+    if found is None:
+        return f"{start}..."
+    user, hosts, query = found.group("user", "hosts", "query")
+    return f"{start}{'***@' if user else ''}{hosts}{'?...' if query else ''}"
 
 
 def _int(name: str, value: object, low: int, high: int) -> int:
@@ -240,7 +254,7 @@ def _text(name: str, value: object) -> str:
 
 def _secret(name: str, value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise ConfigError(name, "***", "a text that is not empty")
+        raise ConfigError(name, "...", "a text that is not empty")
     return value
 
 

@@ -29,8 +29,9 @@ class RedisStore(ByteStore):
 
     The server evicts and expires by its own rules. A call fails at once while the store waits after a failure, and
     otherwise within `connect_timeout_s` and `socket_timeout_s` times the number of tries, and a second for every 16 MiB
-    that are read. A put that ends in StoreTimeoutError or StoreUnavailableError may
-    have stored the new value, or still store it.
+    that are read. A value that there is no buffer for is not read: its connection is closed, and the next call does not
+    wait. A put that ends in StoreTimeoutError or StoreUnavailableError may have stored the new value, or still store
+    it.
 
     A key of another type, and a hash whose parts do not make up its length, read as an empty value, which the reader
     refuses; `put` and `delete` replace and remove any type. A key of another type or without a length is not contained.
@@ -174,7 +175,7 @@ class RedisStore(ByteStore):
         return self._prefix + check_key(key).encode("utf-8", "surrogatepass")
 
     def _set(self, key: str, value: memoryview) -> list[Command]:
-        full, data = self._full(key), as_bytes(value)
+        full, data = self._full(key), as_bytes(value if value.nbytes else memoryview(b""))
         largest = max(part_sizes(data.nbytes), default=0)
         if largest > SMALL_VALUE:
             limit = self._current().node_of(full).value_limit()

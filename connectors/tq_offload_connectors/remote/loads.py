@@ -12,8 +12,8 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryObj
 
 from tq_offload_connectors.frame_store import FrameStore
-from tq_offload_connectors.in_process.loads import Load
-from tq_offload_connectors.in_process.objects import ChunkObjects
+from tq_offload_connectors.in_process.loads import Load, free_all
+from tq_offload_connectors.in_process.objects import ChunkObjects, Patience
 from tq_offload_connectors.remote.store import Fetched, RemoteName
 
 __all__ = ["PrefixLoader", "release"]
@@ -47,10 +47,11 @@ class PrefixLoader:
         """The chunks, up to the first failure; they are the caller's."""
         found: list[MemoryObj] = []
         loads: list[Load] = []  # of the last two waves
+        patience = Patience()
         try:
             for wave in self._waves(keys):
                 fetched = await self.fetch(wave)
-                before, begun = loads, self._begin(wave, fetched)
+                before, begun = loads, self._begin(wave, fetched, patience)
                 loads = before + begun
                 served = await _collect(before, found)
                 loads = begun if served else _freed(begun)
@@ -68,11 +69,11 @@ class PrefixLoader:
         for start in range(0, len(keys), self._wave):
             yield keys[start : start + self._wave]
 
-    def _begin(self, keys: Sequence[CacheEngineKey], fetched: Sequence[Fetched]) -> list[Load]:
+    def _begin(self, keys: Sequence[CacheEngineKey], fetched: Sequence[Fetched], patience: Patience) -> list[Load]:
         """Start decoding up to the first that was not fetched, which ends as a miss; free the rest."""
         loads: list[Load] = []
         for index, (key, item) in enumerate(zip(keys, fetched, strict=True)):
-            load = Load(self._frames, self._objects, RemoteName.of(key, item), key).start()
+            load = Load(self._frames, self._objects, RemoteName.of(key, item), patience).start()
             loads.append(load)
             if not isinstance(item, MemoryObj):
                 for other in fetched[index + 1 :]:
@@ -130,9 +131,7 @@ async def _collect(loads: list[Load], found: list[MemoryObj]) -> bool:
 
 def _freed(loads: list[Load]) -> list[Load]:
     """Free loads; those that have not begun are not counted, since nobody asked in the end. Returns none."""
-    for load in loads:
-        if not load.future.cancel():
-            load.free()
+    free_all([load for load in loads if not load.future.cancel()])
     return []
 
 

@@ -12,7 +12,8 @@ from tq_offload.codec import TurboQuantCodec
 from tq_offload.errors import BackendError, ConfigError
 from tq_offload.integrations.lmcache.log import logger
 from tq_offload.integrations.lmcache.settings import (
-    REDIS_PREFIX,
+    EXTRA_PREFIX,
+    GIB,
     SERDE_SETTINGS,
     TIER_SETTINGS,
     SerdeSettings,
@@ -21,19 +22,18 @@ from tq_offload.integrations.lmcache.settings import (
     tier_settings,
 )
 from tq_offload_connectors.frame_store import FrameStore
-from tq_offload_connectors.in_process.objects import ChunkObjects
-from tq_offload_connectors.in_process.plan import EXTRA_PREFIX, PLACES
+from tq_offload_connectors.in_process.objects import ChunkObjects, heap_object
+from tq_offload_connectors.in_process.plan import given_settings
 from tq_offload_connectors.remote.loads import PrefixLoader
 from tq_offload_connectors.remote.store import ConnectorStore
 from tq_offload_connectors.remote.table import UNKNOWN, Handling, handling_of, innermost
-from tq_offload_connectors.remote.view import CpuView, MetadataView, heap_object
+from tq_offload_connectors.remote.view import CpuView, MetadataView
 from tq_offload_connectors.tier import Tier
 
 __all__ = ["install", "place_of"]
 
 SERDE = "turboquant"
 WRITERS = 4
-GIB = 1 << 30
 PATH_SCHEMES = ("fs", "hf3fs")
 MARGIN = 1 << 16  # a frame of another spec may be that much longer than the raw chunk
 
@@ -163,13 +163,9 @@ class _Setup:
 
 
 def _settings(config: Any) -> tuple[SerdeSettings, TierSettings]:
-    extra = {str(name): value for name, value in (config.extra_config or {}).items()}
-    given = {n.removeprefix(EXTRA_PREFIX): v for n, v in extra.items() if n.startswith(EXTRA_PREFIX)}
-    known = (*PLACES, *SERDE_SETTINGS, *TIER_SETTINGS)
-    for name in given:
-        if name not in known and not name.startswith(REDIS_PREFIX):
-            raise ConfigError(EXTRA_PREFIX + name, given[name], f"after {EXTRA_PREFIX} one of {', '.join(known)}")
-    serde = settings_from_serde({name: value for name, value in given.items() if name in SERDE_SETTINGS})
+    given = given_settings(config)
+    codec = {name: value for name, value in given.items() if name in SERDE_SETTINGS}
+    serde = settings_from_serde(codec, prefix=EXTRA_PREFIX)
     return serde, tier_settings({name: value for name, value in given.items() if name in TIER_SETTINGS})
 
 

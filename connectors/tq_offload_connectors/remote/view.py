@@ -8,38 +8,21 @@ is one group of shape [1, 1, n, 1] in uint8 with `n` tokens, so that partial chu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lmcache.v1.memory_management import MemoryFormat, MemoryObj, MemoryObjMetadata, TensorMemoryObj
+from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 
 from tq_offload.frame import MAGIC
 from tq_offload.integrations.lmcache.log import RateLimitedLog
+from tq_offload_connectors.in_process.objects import heap_object
 
-__all__ = ["CpuView", "MetadataView", "bytes_shape", "heap_object"]
+__all__ = ["CpuView", "MetadataView", "bytes_shape"]
 
 
 def bytes_shape(nbytes: int) -> torch.Size:
     """Shape of so many bytes: four dimensions, none of them 0, as every header of LMCache can carry it."""
     return torch.Size((1, 1, nbytes, 1))
-
-
-def heap_object(shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], fmt: MemoryFormat) -> MemoryObj:
-    """A MemoryObj outside LMCache's pool. Its memory goes with the last reference in Python."""
-    nbytes = sum(shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
-    metadata = MemoryObjMetadata(
-        shape=shapes[0],
-        dtype=dtypes[0],
-        address=0,
-        phy_size=nbytes,
-        ref_count=1,
-        pin_count=0,
-        fmt=fmt,
-        shapes=list(shapes),
-        dtypes=list(dtypes),
-    )
-    return TensorMemoryObj(torch.empty(nbytes, dtype=torch.uint8), metadata, parent_allocator=None)
 
 
 class MetadataView:

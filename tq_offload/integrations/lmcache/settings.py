@@ -15,26 +15,33 @@ from tq_offload.spec import CodecSpec
 __all__ = [
     "ENV_PREFIX",
     "ENV_SERDE",
+    "EXTRA_PREFIX",
+    "GIB",
     "SERDE_SETTINGS",
     "SERDE_TYPE",
     "TIER_SETTINGS",
     "UINT8_TYPES",
     "SerdeSettings",
     "TierSettings",
+    "gib_to_bytes",
     "serde_requested",
     "settings_from_env",
     "settings_from_serde",
+    "shown_value",
     "tier_settings",
 ]
 
 ENV_SERDE = "LMCACHE_SERDE"
 ENV_PREFIX = "TQ_OFFLOAD_"
+EXTRA_PREFIX = "turboquant."  # of the keys in LMCache's extra_config
+GIB = 1 << 30
 REQUESTED = "turboquant"
 SERDE_TYPE = "tq_offload"  # "turboquant" is taken by LMCache's own serde
 LMCACHE_VALUES = ("naive", "cachegen", "kivi")  # names of LMCache's own serdes: left to LMCache
 UINT8_TYPES = ("none", "float8_e4m3fn", "float8_e5m2")
 MAX_WORKERS = 256
 
+_SECRET = ("pass", "url")  # a URL may hold a password
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _OWN_SETTINGS = ("head_dim", "workers", "uint8_as", "repair", "backend")
 SERDE_SETTINGS = (*CODEC_SETTINGS, *_OWN_SETTINGS)
@@ -56,6 +63,7 @@ class TierSettings:
         write_threads: Threads that write to a tier.
         disk_fsync: `none`, `data` (the file) or `full` (its folder too).
         redis: Options of the Redis store.
+        redis_names: What the user called each of them.
     """
 
     staging_gb: float | None = None
@@ -64,6 +72,7 @@ class TierSettings:
     write_threads: int = 2
     disk_fsync: str = "none"
     redis: Mapping[str, object] = field(default_factory=dict)
+    redis_names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -111,32 +120,48 @@ def settings_from_env(environ: Mapping[str, str] | None = None) -> SerdeSettings
     return _build(_env_settings(environ, SERDE_SETTINGS), {}, {})
 
 
-def tier_settings(explicit: Mapping[str, object], environ: Mapping[str, str] | None = None) -> TierSettings:
+def tier_settings(
+    explicit: Mapping[str, object],
+    environ: Mapping[str, str] | None = None,
+    shown: Callable[[str], str] = EXTRA_PREFIX.__add__,
+) -> TierSettings:
     """The settings of the tiers: from `explicit`, else from the `TQ_OFFLOAD_*` variables.
 
     Args:
         explicit: Fields of TierSettings, and `redis_<option>`.
         environ: None: this process's environment.
+        shown: From a name in `explicit` to what the user called it, for messages.
 
     Raises:
         ConfigError: A value that is not allowed.
     """
+
+    def written(name: str) -> str:
+        return shown(name) if name in explicit else _env_name(name)
+
     merged = {**_env_settings(environ, TIER_SETTINGS), **explicit}
     found: dict[str, object] = {}
     for name, value in merged.items():
         if name in TIER_SETTINGS:
-            found[name] = _TIER_PARSERS[name](name if name in explicit else _env_name(name), value)
-    options = {
-        name.removeprefix(REDIS_PREFIX): value for name, value in merged.items() if name.startswith(REDIS_PREFIX)
-    }
-    return TierSettings(redis=options, **found)  # type: ignore[arg-type]
+            found[name] = _TIER_PARSERS[name](written(name), value)
+    options = {name: name.removeprefix(REDIS_PREFIX) for name in merged if name.startswith(REDIS_PREFIX)}
+    redis = {option: merged[name] for name, option in options.items()}
+    names = {option: written(name) for name, option in options.items()}
+    return TierSettings(redis=redis, redis_names=names, **found)  # type: ignore[arg-type]
 
 
-def settings_from_serde(kwargs: Mapping[str, object], environ: Mapping[str, str] | None = None) -> SerdeSettings:
+def settings_from_serde(
+    kwargs: Mapping[str, object], environ: Mapping[str, str] | None = None, prefix: str = "serde."
+) -> SerdeSettings:
     """The settings of an explicit `"serde": {"type": "tq_offload", ...}`; what it leaves out comes from `TQ_OFFLOAD_*`.
 
     The codec settings (preset to protect_last) are taken from one place only: from the object if it has any of them.
     `max_workers`, LMCache's own name, is the same as `workers`.
+
+    Args:
+        kwargs: The keys and values of the object.
+        environ: None: this process's environment.
+        prefix: What comes before a key of `kwargs` in messages.
 
     Raises:
         ConfigError: An unknown key or a value that is not allowed.
@@ -144,16 +169,17 @@ def settings_from_serde(kwargs: Mapping[str, object], environ: Mapping[str, str]
     explicit = dict(kwargs)
     if "max_workers" in explicit:
         if "workers" in explicit:
-            raise ConfigError("serde.max_workers", explicit["max_workers"], "either workers or max_workers")
+            raise ConfigError(f"{prefix}max_workers", explicit["max_workers"], "either workers or max_workers")
         explicit["workers"] = explicit.pop("max_workers")
     for name in explicit:
         if name not in SERDE_SETTINGS:
-            raise ConfigError(f"serde.{name}", explicit[name], "one of the keys " + ", ".join(SERDE_SETTINGS))
+            value = shown_value(name, explicit[name])
+            raise ConfigError(prefix + name, value, "one of the keys " + ", ".join(SERDE_SETTINGS))
     env = _env_settings(environ, SERDE_SETTINGS)
     if any(name in CODEC_SETTINGS for name in explicit):
         env = {name: value for name, value in env.items() if name not in CODEC_SETTINGS}
     merged: dict[str, object] = {**env, **explicit}
-    return _build(merged, explicit, kwargs)
+    return _build(merged, explicit, kwargs, prefix)
 
 
 def _env_settings(environ: Mapping[str, str] | None, wanted: tuple[str, ...]) -> dict[str, object]:
@@ -166,21 +192,37 @@ def _env_settings(environ: Mapping[str, str] | None, wanted: tuple[str, ...]) ->
         known = name in (*SERDE_SETTINGS, *TIER_SETTINGS) or name.startswith(REDIS_PREFIX)
         if not known or variable != _env_name(name):
             names = [*map(_env_name, (*SERDE_SETTINGS, *TIER_SETTINGS)), _env_name(REDIS_PREFIX) + "*"]
-            raise ConfigError(variable, value, "one of the variables " + ", ".join(names))
+            raise ConfigError(variable, shown_value(name, value), "one of the variables " + ", ".join(names))
         if name in wanted or (wanted is TIER_SETTINGS and name.startswith(REDIS_PREFIX)):
             found[name] = value
     return found
+
+
+def shown_value(name: str, value: object) -> object:
+    """The value of a setting of unknown name as a message may show it: what may hold a password is hidden."""
+    return "..." if any(word in name.lower() for word in _SECRET) else value
+
+
+def gib_to_bytes(name: str, value: object) -> int:
+    """Bytes of a size in GiB, given as a number or as text.
+
+    Raises:
+        ConfigError: Not a size; its message calls it `name`.
+    """
+    return max(1, int(_gb(name, value) * GIB))
 
 
 def _env_name(name: str) -> str:
     return ENV_PREFIX + name.upper()
 
 
-def _build(merged: dict[str, object], explicit: Mapping[str, object], kwargs: Mapping[str, object]) -> SerdeSettings:
+def _build(
+    merged: dict[str, object], explicit: Mapping[str, object], kwargs: Mapping[str, object], prefix: str = ""
+) -> SerdeSettings:
     def shown(name: str) -> str:
         if name not in explicit:
             return _env_name(name)
-        return "serde.max_workers" if name == "workers" and "max_workers" in kwargs else f"serde.{name}"
+        return prefix + ("max_workers" if name == "workers" and "max_workers" in kwargs else name)
 
     codec = {name: value for name, value in merged.items() if name in CODEC_SETTINGS}
     values: dict[str, object] = {"workers": min(4, os.cpu_count() or 1)}
