@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from tq_offload.errors import StoreError
+import numpy as np
+
+from tq_offload.errors import StoreError, StoreIOError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["MAX_KEY_BYTES", "Allocate", "ByteStore", "Usage", "as_bytes", "check_key"]
+__all__ = ["MAX_KEY_BYTES", "Allocate", "ByteStore", "Usage", "as_bytes", "check_key", "lend", "no_memory"]
 
 MAX_KEY_BYTES = 1024
 """Longest key in bytes of UTF-8."""
@@ -169,4 +171,31 @@ def as_bytes(value: memoryview) -> memoryview:
     """
     if not value.c_contiguous:
         raise StoreError("a value is contiguous bytes")
-    return value.cast("B").toreadonly()
+    return (value.cast("B") if value.nbytes else memoryview(b"")).toreadonly()  # a zero in a shape cannot be cast
+
+
+def lend(allocate: Allocate | None, nbytes: int) -> memoryview:
+    """A flat writable buffer of that many bytes, to read a value into: of `allocate`, or a new one.
+
+    Raises:
+        StoreIOError: There is no memory (reason `no_memory`), or what was lent cannot take the value.
+        StoreError: `allocate` refuses.
+    """
+    try:
+        lent = allocate(nbytes) if allocate else np.empty(nbytes, np.uint8).data
+    except MemoryError as error:
+        raise no_memory(f"for a value of {nbytes} bytes") from error
+    if lent.nbytes != nbytes:
+        raise StoreIOError(f"asked for a buffer of {nbytes} bytes, was lent one of {lent.nbytes}")
+    if not nbytes:
+        return memoryview(bytearray())
+    if lent.readonly or not lent.c_contiguous:
+        raise StoreIOError("the buffer that was lent is read-only or not contiguous")
+    return lent.cast("B")
+
+
+def no_memory(what: str) -> StoreIOError:
+    """The error of a read for which this process has no memory."""
+    error = StoreIOError(f"no memory {what}")
+    error.reason = "no_memory"
+    return error

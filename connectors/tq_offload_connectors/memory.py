@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
-from tq_offload.errors import ConfigError, EntryTooLargeError, StoreClosedError, StoreFullError, StoreIOError
+from tq_offload.errors import ConfigError, EntryTooLargeError, StoreClosedError, StoreFullError
 from tq_offload_connectors.byte_store import Allocate, ByteStore, Usage, as_bytes, check_key
 from tq_offload_connectors.lru import LruIndex
 
-__all__ = ["MemoryStore", "lend", "no_memory"]
+__all__ = ["MemoryStore"]
 
 
 class MemoryStore(ByteStore):
@@ -42,7 +40,7 @@ class MemoryStore(ByteStore):
     def put(self, key: str, value: memoryview, *, owned: bool = False) -> None:
         """See `ByteStore.put`. Nothing is copied, and nothing evicted, for a value that cannot be stored."""
         check_key(key)
-        data = as_bytes(value if value.nbytes else memoryview(b""))  # no view with a zero in its shape can be cast
+        data = as_bytes(value)
         if data.nbytes > self._capacity:
             self._check_open()
             raise EntryTooLargeError(f"{data.nbytes} bytes are more than the budget of {self._capacity}")
@@ -157,30 +155,3 @@ def _copy(data: memoryview) -> memoryview:
         return memoryview(bytes(data))
     except MemoryError:
         raise StoreFullError(f"no memory for a copy of {data.nbytes} bytes") from None
-
-
-def lend(allocate: Allocate | None, nbytes: int) -> memoryview:
-    """A flat writable buffer of that many bytes, to read a value into: of `allocate`, or a new one.
-
-    Raises:
-        StoreIOError: There is no memory (reason `no_memory`), or what was lent cannot take the value.
-        StoreError: `allocate` refuses.
-    """
-    try:
-        lent = allocate(nbytes) if allocate else np.empty(nbytes, np.uint8).data
-    except MemoryError as error:
-        raise no_memory(f"for a value of {nbytes} bytes") from error
-    if lent.nbytes != nbytes:
-        raise StoreIOError(f"asked for a buffer of {nbytes} bytes, was lent one of {lent.nbytes}")
-    if not nbytes:
-        return memoryview(bytearray())
-    if lent.readonly or not lent.c_contiguous:
-        raise StoreIOError("the buffer that was lent is read-only or not contiguous")
-    return lent.cast("B")
-
-
-def no_memory(what: str) -> StoreIOError:
-    """The error of a read for which this process has no memory."""
-    error = StoreIOError(f"no memory {what}")
-    error.reason = "no_memory"
-    return error

@@ -384,7 +384,7 @@ def test_no_memory_for_a_read_is_not_a_full_store(tmp_path: Path, monkeypatch: p
     def fails(*arguments: object) -> None:
         raise MemoryError
 
-    for patched in ("tq_offload_connectors.memory.np.empty", "os.preadv"):
+    for patched in ("tq_offload_connectors.byte_store.np.empty", "os.preadv"):
         with monkeypatch.context() as patch:
             patch.setattr(patched, fails)
             with pytest.raises(StoreIOError, match="no memory") as caught:

@@ -226,7 +226,7 @@ def test_no_memory_for_a_value_is_an_error_of_the_store(monkeypatch: pytest.Monk
     def no_memory(*arguments: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("tq_offload_connectors.memory.np.empty", no_memory)
+    monkeypatch.setattr("tq_offload_connectors.byte_store.np.empty", no_memory)
     with pytest.raises(NoBufferError, match="no memory for a value of 5 bytes") as caught:
         ReplyReader(Wire(encode([b"5", b"abcde"])), 5.0).read_record()
     assert type(caught.value.error) is StoreIOError

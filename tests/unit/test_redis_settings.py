@@ -159,6 +159,7 @@ def test_no_message_shows_a_password(values: dict[str, object]) -> None:
         ("http://cache:1/2", "http://cache:1/2"), ("cache:6379", "cache:6379"), ("redis://cache:65536", None),
         ("redis://[::1]:0,b:2/main?x", "redis://[::1]:0,b:2/main?..."), ("redis://u:p@cache:x/3", "redis://***@cache:x/3"),
         ("redis://cache:x", "redis://..."), ("redis://u:p?@cache", "redis://..."), ("", None),
+        ("redis://u:12?34@cache", "redis://..."),
     ],
 )  # fmt: skip
 def test_messages_show_of_an_address_what_can_be_no_password(url: str, shown: "str | None") -> None:

@@ -12,9 +12,8 @@ from collections.abc import Collection, Iterator
 from types import TracebackType
 
 from tq_offload.errors import EntryTooLargeError, StoreFullError, StoreIOError
-from tq_offload_connectors.byte_store import Allocate
+from tq_offload_connectors.byte_store import Allocate, lend, no_memory
 from tq_offload_connectors.disk.names import KEY_ATTRIBUTE, SUFFIX, TEMP_PREFIX, is_entry
-from tq_offload_connectors.memory import lend, no_memory
 
 __all__ = ["FULL", "TempFile", "make_folder", "os_errors", "read_entry", "regular_size", "scan"]
 

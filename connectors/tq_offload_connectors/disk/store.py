@@ -79,7 +79,7 @@ class DiskStore(ByteStore):
 
     def put(self, key: str, value: memoryview, *, owned: bool = False) -> None:
         """See `ByteStore.put`. Every failure of the system but a full device is a StoreIOError."""
-        name, data = self._name(key), as_bytes(value if value.nbytes else memoryview(b""))
+        name, data = self._name(key), as_bytes(value)
         if self._capacity is not None and data.nbytes > self._capacity:
             raise EntryTooLargeError(f"{data.nbytes} bytes are more than the budget of {self._capacity}")
         with os_errors(self._folder):

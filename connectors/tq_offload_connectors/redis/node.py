@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tq_offload.errors import StoreClosedError, StoreError, StoreTimeoutError, StoreUnavailableError
-from tq_offload_connectors.byte_store import Allocate
-from tq_offload_connectors.memory import no_memory
+from tq_offload_connectors.byte_store import Allocate, no_memory
 from tq_offload_connectors.redis.breaker import Breaker
 from tq_offload_connectors.redis.errors import mapped, store_error
 from tq_offload_connectors.redis.protocol import (

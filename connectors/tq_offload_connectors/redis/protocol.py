@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tq_offload.errors import StoreError, StoreIOError, StoreTimeoutError, StoreUnavailableError
-from tq_offload_connectors.byte_store import Allocate
-from tq_offload_connectors.memory import lend
+from tq_offload_connectors.byte_store import Allocate, lend
 
 __all__ = [
     "MAX_DIGITS", "READ_RECORD", "Command", "NoBufferError", "Reply", "ReplyReader", "ServerError", "code_of",

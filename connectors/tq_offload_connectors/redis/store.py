@@ -175,7 +175,7 @@ class RedisStore(ByteStore):
         return self._prefix + check_key(key).encode("utf-8", "surrogatepass")
 
     def _set(self, key: str, value: memoryview) -> list[Command]:
-        full, data = self._full(key), as_bytes(value if value.nbytes else memoryview(b""))
+        full, data = self._full(key), as_bytes(value)
         largest = max(part_sizes(data.nbytes), default=0)
         if largest > SMALL_VALUE:
             limit = self._current().node_of(full).value_limit()
