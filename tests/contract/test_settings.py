@@ -130,7 +130,7 @@ def test_sizes_are_numbers_or_text() -> None:
     assert gib_to_bytes("x", "16") == gib_to_bytes("x", 16) == 16 << 30
     assert gib_to_bytes("x", 0.5) == 1 << 29
     for bad in ("", "much", 0, -1, True, None, float("nan"), float("inf"), 1 << 20):
-        with pytest.raises(ConfigError, match="^x=.*a size in GiB, more than 0"):
+        with pytest.raises(ConfigError, match=r"^x=.*a size in GiB, more than 0"):
             gib_to_bytes("x", bad)
 
 

@@ -66,6 +66,7 @@ class TurboQuantBackend(StoragePluginInterface):
                 queue_bytes=self.plan.queue_bytes,
                 repair=self.plan.serde.repair,
                 pin_timeout_s=float(getattr(config, "pin_timeout_sec", 300)),
+                max_frame_bytes=4 * _chunk_bytes(metadata) + (64 << 20),  # groups of layers may be added later
             )
         except (ConfigError, BackendError, StoreError) as error:
             raise SystemExit(f"TQ-Offload: cannot start: {error}") from error
@@ -253,6 +254,12 @@ class TurboQuantBackend(StoragePluginInterface):
 
     def _key(self, key: CacheEngineKey) -> FrameKey:
         return FrameKey.of(self._name(key), key.model_name)
+
+
+def _chunk_bytes(metadata: Any) -> int:
+    """Bytes of a full chunk, uncompressed."""
+    shapes = zip(metadata.get_shapes(), metadata.get_dtypes(), strict=True)
+    return sum(shape.numel() * dtype.itemsize for shape, dtype in shapes)
 
 
 def _complete(callback: Callable[[CacheEngineKey], None], key: CacheEngineKey, stored: bool) -> None:
