@@ -5,6 +5,8 @@ TQOffloadError
 ├── LayoutError (ValueError)            a tensor or layout that cannot be coded as asked
 ├── BackendError (RuntimeError)         a kernel backend that was asked for and cannot run here
 ├── IncompatibleError (RuntimeError)    an installed package of a version that is not supported
+├── CacheTypeError (TypeError)          a model, cache or press that a packed cache cannot work with
+├── PressOrderError (ValueError)        presses in an order in which they cannot work
 ├── EncodeError                         a chunk that must not be stored
 │   └── NonFiniteError                  NaN or Inf in the input
 ├── FrameError (ValueError)             bytes that must not be served
@@ -34,6 +36,7 @@ from collections.abc import Iterable
 __all__ = [
     "BackendError",
     "BadMagicError",
+    "CacheTypeError",
     "ChecksumError",
     "ConfigError",
     "EncodeError",
@@ -46,6 +49,7 @@ __all__ = [
     "IncompatibleError",
     "LayoutError",
     "NonFiniteError",
+    "PressOrderError",
     "StoreAuthError",
     "StoreClosedError",
     "StoreError",
@@ -88,6 +92,14 @@ class BackendError(TQOffloadError, RuntimeError):
 
 class IncompatibleError(TQOffloadError, RuntimeError):
     """An installed package of a version that is not supported."""
+
+
+class CacheTypeError(TQOffloadError, TypeError):
+    """A model, cache or press that a packed cache cannot work with. The message names what to use instead."""
+
+
+class PressOrderError(TQOffloadError, ValueError):
+    """Presses in an order in which they cannot work. The message names one that does."""
 
 
 class EncodeError(TQOffloadError):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -45,8 +46,8 @@ def test_exported_names_exist() -> None:
     import tq_offload
 
     for info in pkgutil.walk_packages(tq_offload.__path__, "tq_offload."):
-        if ".integrations" in info.name:
-            continue
+        if ".integrations" in info.name or (info.name == "tq_offload.press" and find_spec("kvpress") is None):
+            continue  # tests/contract and tests/press import these, each in its own environment
         module = importlib.import_module(info.name)
         for name in getattr(module, "__all__", []):
             assert hasattr(module, name), f"{info.name}.{name}"

@@ -8,9 +8,11 @@ import os
 from functools import cache
 
 from tq_offload.errors import BackendError, ConfigError
-from tq_offload.kernels.base import Backend, Sections, Stream, VectorParams
+from tq_offload.kernels.base import Backend, Chunks, Decoder, Sections, Stream, VectorParams
 
-__all__ = ["BACKENDS", "BACKEND_ENV", "Backend", "Sections", "Stream", "VectorParams", "get_backend"]
+__all__ = [
+    "BACKENDS", "BACKEND_ENV", "Backend", "Chunks", "Decoder", "Sections", "Stream", "VectorParams", "get_backend",
+]  # fmt: skip
 
 BACKEND_ENV = "TQ_OFFLOAD_BACKEND"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from tq_offload.layout import Stream
 
-__all__ = ["Backend", "Sections", "Stream", "VectorParams"]
+__all__ = ["Backend", "Chunks", "Decoder", "Sections", "Stream", "VectorParams", "decode_each"]
 
 Array = npt.NDArray[Any]
 U8 = npt.NDArray[np.uint8]
@@ -48,6 +49,32 @@ class Sections:
     sketch: U8 | None
 
 
+@dataclass(frozen=True)
+class Chunks:
+    """P chunks of T tokens, one after the other from token `start` of row `row`, with J vectors a token."""
+
+    row: int
+    start: int
+    planes: int
+    tokens: int
+    vectors: int
+    params: VectorParams
+    sections: Sections
+
+    def stream(self, dim: int, strides: Strides) -> Stream:
+        """Where they are in a tensor of these strides."""
+        s_row, s_vector, s_token = strides
+        offset = self.row * s_row + self.start * s_token
+        return Stream(self.planes, self.tokens, self.vectors, dim, offset, self.tokens * s_token, s_token, s_vector)
+
+
+Strides = tuple[int, int, int]
+"""Elements from a row, a vector and a token to the next."""
+
+Decoder = Callable[[Array, Strides], None]
+"""Decodes chunks into a tensor [rows, J, tokens, D]: its 1-D bits from its first element on, and its strides."""
+
+
 class Backend(Protocol):
     """One implementation of the arithmetic of the wire format. All of them write the same bytes."""
 
@@ -65,3 +92,21 @@ class Backend(Protocol):
 
     def decode(self, dst: Array, stream: Stream, params: VectorParams, sections: Sections) -> None:
         """Decode a stream in place into `dst`, 1-D bits as for `encode`. Writes the stream's elements only."""
+
+    def decoder(self, dim: int, chunks: Sequence[Chunks]) -> Decoder:
+        """A function that decodes all of these chunks, for data that is decoded again and again.
+
+        Args:
+            dim: D.
+            chunks: Of one dtype and number of bits. The function refers to their sections.
+        """
+
+
+def decode_each(backend: Backend, dim: int, chunks: Sequence[Chunks]) -> Decoder:
+    """A `Backend.decoder` that decodes one stream after the other."""
+
+    def run(dst: Array, strides: Strides) -> None:
+        for part in chunks:
+            backend.decode(dst, part.stream(dim, strides), part.params, part.sections)
+
+    return run

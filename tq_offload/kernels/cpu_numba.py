@@ -7,6 +7,7 @@ disk (NUMBA_CACHE_DIR, else beside the sources, else the user's cache folder; in
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +15,16 @@ import numpy as np
 
 from tq_offload import codebook, rotation
 from tq_offload.errors import LayoutError, NonFiniteError
-from tq_offload.kernels.base import Array, Sections, Stream, VectorParams
+from tq_offload.kernels.base import (
+    Array,
+    Chunks,
+    Decoder,
+    Sections,
+    Stream,
+    Strides,
+    VectorParams,
+    decode_each,
+)
 
 __all__ = ["NumbaBackend"]
 
@@ -50,10 +60,10 @@ class NumbaBackend:
 
         _check(src, stream, params, out)
         grid, coding, fmt = _grid(src, stream), _coding(params, out), FORMATS[params.dtype]
-        if self._covers(stream, params):
+        if self._covers(stream.dim, params):
             from tq_offload.kernels.simd.driver import simd_encode_stream
 
-            config = self._config(stream, params, lsq=params.rule == "lsq")
+            config = self._config(stream.dim, params, lsq=params.rule == "lsq")
             simd_tables, _held = _simd_tables(params, stream.dim, encoding=True)
             left = np.zeros(out.scales.size, np.uint8)
             if not simd_encode_stream(
@@ -78,10 +88,10 @@ class NumbaBackend:
         if not dst.flags.writeable:
             raise LayoutError("the destination is read-only")
         grid, coding, fmt = _grid(dst, stream), _coding(params, sections), FORMATS[params.dtype]
-        if self._covers(stream, params):
+        if self._covers(stream.dim, params):
             from tq_offload.kernels.simd.driver import simd_decode_stream
 
-            config = self._config(stream, params, lsq=False)
+            config = self._config(stream.dim, params, lsq=False)
             simd_tables, _held = _simd_tables(params, stream.dim, encoding=False)
             left = np.zeros(sections.scales.size, np.uint8)
             if not simd_decode_stream(
@@ -92,13 +102,58 @@ class NumbaBackend:
         tables, _kept = _tables(params, stream.dim)
         loops.decode_stream(KernelConfig(), grid, fmt, coding, _sketch(params, sections), tables)
 
-    def _covers(self, stream: Stream, params: VectorParams) -> bool:
-        return self._simd and not params.qjl and stream.dim in SIMD_DIMS and params.bits in SIMD_BITS
+    def decoder(self, dim: int, chunks: Sequence[Chunks]) -> Decoder:
+        """See `Backend.decoder`: one call into compiled code for all chunks, where the SIMD kernels cover them."""
+        one_by_one = decode_each(self, dim, chunks)
+        if not chunks or not self._covers(dim, chunks[0].params):
+            return one_by_one
+        from tq_offload.kernels.simd.config import FORMATS
+        from tq_offload.kernels.simd.driver import JOB_FIELDS, simd_decode_jobs
 
-    def _config(self, stream: Stream, params: VectorParams, *, lsq: bool) -> Any:
+        params, fmt = chunks[0].params, FORMATS[chunks[0].params.dtype]
+        if any(_kind(part.params) != _kind(params) for part in chunks):
+            raise LayoutError("chunks that are decoded together must have one dtype, number of bits and seed")
+        config = self._config(dim, params, lsq=False)
+        tables, held = _simd_tables(params, dim, encoding=False)
+        jobs = np.zeros((len(chunks), JOB_FIELDS), np.int64)
+        marked = 0
+        for job, part in zip(jobs, chunks, strict=True):
+            if min(part.row, part.start) < 0:
+                raise LayoutError(f"chunks from row {part.row}, token {part.start} on leave their buffer")
+            _check_sections(part.stream(dim, (0, 0, 0)), part.params, part.sections)
+            coding = _coding(part.params, part.sections)
+            job[1:4] = part.planes, part.tokens, part.vectors
+            job[7:] = coding.means, coding.scales, coding.codes, marked
+            marked += part.sections.scales.size
+        rows, starts = (np.array([getattr(part, name) for part in chunks]) for name in ("row", "start"))
+        last = rows, starts + jobs[:, 1] * jobs[:, 2] - 1, jobs[:, 3] - 1
+
+        def run(dst: Array, strides: Strides, _held: Any = (held, chunks)) -> None:  # what the addresses point to
+            s_row, s_vector, s_token = strides
+            end = int((last[0] * s_row + last[1] * s_token + last[2] * s_vector).max()) + dim
+            _check_buffer(dst, params, end, min(strides))
+            if not dst.flags.writeable:
+                raise LayoutError("the destination is read-only")
+            table, size = jobs.copy(), dst.itemsize
+            left = np.zeros(marked, np.uint8)
+            table[:, 10] += _address(left)
+            table[:, 0] = _address(dst) + (rows * s_row + starts * s_token) * size
+            table[:, 4] = table[:, 2] * (s_token * size)
+            table[:, 5] = s_token * size
+            table[:, 6] = s_vector * size
+            staged = fmt if config.staged else None
+            if simd_decode_jobs(config, _address(table), len(table), dim, staged, coding, tables):
+                one_by_one(dst, strides)
+
+        return run
+
+    def _covers(self, dim: int, params: VectorParams) -> bool:
+        return self._simd and not params.qjl and dim in SIMD_DIMS and params.bits in SIMD_BITS
+
+    def _config(self, dim: int, params: VectorParams, *, lsq: bool) -> Any:
         from tq_offload.kernels.simd.config import KernelConfig
 
-        return KernelConfig(stream.dim, params.bits, params.dtype != "bfloat16", lsq, self._permute)
+        return KernelConfig(dim, params.bits, params.dtype != "bfloat16", lsq, self._permute)
 
 
 @lru_cache(maxsize=64)
@@ -195,10 +250,25 @@ def _check(flat: Array, stream: Stream, params: VectorParams, sections: Sections
     P, T, J, D = stream.planes, stream.tokens, stream.vectors, stream.dim
     strides = (stream.plane_stride, stream.token_stride, stream.vector_stride)
     last = stream.offset + sum((n - 1) * s for n, s in zip((P, T, J), strides, strict=True)) + D
-    if min(P, T, J, D, stream.offset + 1) < 1 or min(strides) < 0 or last > flat.size:
+    if min(P, T, J, D, stream.offset + 1) < 1:
         raise LayoutError(f"{stream} leaves its buffer of {flat.size} elements")
+    _check_buffer(flat, params, last, min(strides))
+    _check_sections(stream, params, sections)
+
+
+def _check_buffer(flat: Array, params: VectorParams, end: int, least_stride: int) -> None:
+    if least_stride < 0 or end > flat.size:
+        raise LayoutError(f"vectors up to element {end} leave their buffer of {flat.size} elements")
     if flat.ndim != 1 or not flat.flags.c_contiguous or flat.itemsize != _ITEM_SIZES.get(params.dtype):
         raise LayoutError(f"the buffer must be 1-D, contiguous and of the item size of {params.dtype}")
+
+
+def _kind(params: VectorParams) -> tuple[str, int, int]:
+    return params.dtype, params.bits, params.seed
+
+
+def _check_sections(stream: Stream, params: VectorParams, sections: Sections) -> None:
+    P, T, J, D = stream.planes, stream.tokens, stream.vectors, stream.dim
     wanted: list[tuple[str, Any, tuple[int, ...]]] = [
         ("scales", np.uint16, (P, T, J)),
         ("codes", np.uint8, (P, T, J, (D * params.bits + 7) // 8)),

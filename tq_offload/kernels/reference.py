@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from tq_offload.errors import NonFiniteError
-from tq_offload.kernels.base import Array, Sections, Stream, VectorParams
+from tq_offload.kernels.base import Array, Chunks, Decoder, Sections, Stream, VectorParams, decode_each
 from tq_offload.quantizer import EncodedVectors, chunk_mean, decode_vectors, encode_vectors, to_bf16_bits
 
 __all__ = ["ReferenceBackend"]
@@ -79,3 +81,7 @@ class ReferenceBackend:
         top = torch.finfo(dtype).max
         view = _vectors(dst, stream, dtype)
         view.copy_(out.clamp(-top, top).reshape(view.shape).to(dtype))
+
+    def decoder(self, dim: int, chunks: Sequence[Chunks]) -> Decoder:
+        """See `Backend.decoder`."""
+        return decode_each(self, dim, chunks)

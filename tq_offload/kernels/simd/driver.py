@@ -12,11 +12,12 @@ from tq_offload.kernels.simd.decode import decode_vector
 from tq_offload.kernels.simd.encode import add_elements, quantise, rotate, squared_norms
 from tq_offload.kernels.simd.jit import jit, kernel
 from tq_offload.kernels.simd.memory import get, get_i64, get_u16, put, put_i64, put_u8, put_u16
-from tq_offload.kernels.stream_loops import LSQ, NORM, address, in_range, keep, mean_bits
+from tq_offload.kernels.stream_loops import LSQ, NORM, Coding, Grid, address, in_range, keep, mean_bits
 from tq_offload.kernels.vector_loops import ONE, ZERO, from_bf16, load_vector, store_vector, to_bf16
 
-__all__ = ["SimdTables", "simd_decode_stream", "simd_encode_stream"]
+__all__ = ["JOB_FIELDS", "SimdTables", "simd_decode_jobs", "simd_decode_stream", "simd_encode_stream"]
 
+JOB_FIELDS = 11
 BATCH = 8  # vectors that go through a pass before the next pass starts
 TOP = np.uint16(0x5D80)  # bf16 2**60: beyond, a decoded element might need a clamp
 
@@ -46,21 +47,9 @@ def load_means(means: Any, p: Any, size: Any, out: Any) -> None:
         put(out, paired_index(i), from_bf16(get_u16(means, p * size + i)))
 
 
-@kernel
-def simd_decode_stream(config: Any, grid: Any, fmt: Format | None, coding: Any, tables: SimdTables, left: int) -> int:
-    """Decode a stream in place.
-
-    Args:
-        config: `KernelConfig`.
-        grid: `Grid`.
-        fmt: How elements that are not bfloat16 are converted (`config.staged`); None for bfloat16.
-        coding: `Coding`.
-        tables: Signs and levels.
-        left: Address of u8 [P*T*J], zeros; 1 is written for a vector that is left to the generic loops.
-
-    Returns:
-        Number of vectors left.
-    """
+@jit
+def decode_planes(config: Any, grid: Any, fmt: Any, coding: Any, tables: Any, left: Any) -> Any:
+    """The loop of `simd_decode_stream`."""
     size, count = grid.vectors * grid.dim, 0
     space = np.full(size + 2 * grid.dim, np.float32(-0.0), np.float32)
     mean = address(space)
@@ -94,6 +83,58 @@ def simd_decode_stream(config: Any, grid: Any, fmt: Format | None, coding: Any, 
                     store_vector(stage, fmt, grid.dim, at)
     keep(space)
     return count
+
+
+@kernel
+def simd_decode_stream(config: Any, grid: Any, fmt: Format | None, coding: Any, tables: SimdTables, left: int) -> int:
+    """Decode a stream in place.
+
+    Args:
+        config: `KernelConfig`.
+        grid: `Grid`.
+        fmt: How elements that are not bfloat16 are converted (`config.staged`); None for bfloat16.
+        coding: `Coding`.
+        tables: Signs and levels.
+        left: Address of u8 [P*T*J], zeros; 1 is written for a vector that is left to the generic loops.
+
+    Returns:
+        Number of vectors left.
+    """
+    count: int = decode_planes(config, grid, fmt, coding, tables, left)
+    return count
+
+
+@kernel
+def simd_decode_jobs(
+    config: Any, jobs: int, count: int, dim: int, fmt: Format | None, coding: Any, tables: SimdTables
+) -> int:
+    """Decode several streams in one call.
+
+    Args:
+        config: `KernelConfig`.
+        jobs: Address of i64 [count, JOB_FIELDS]: `Grid` without dim, then the addresses of means, scales, codes and
+            `left` of each stream.
+        count: How many.
+        dim: D.
+        fmt: As for `simd_decode_stream`.
+        coding: `Coding` without addresses.
+        tables: Signs and levels.
+
+    Returns:
+        Number of vectors left, of all streams.
+    """
+    total = 0
+    for i in range(count):
+        job = jobs + 8 * JOB_FIELDS * i
+        grid = Grid(
+            get_i64(job, 0), get_i64(job, 1), get_i64(job, 2), get_i64(job, 3), dim, get_i64(job, 4),
+            get_i64(job, 5), get_i64(job, 6),
+        )  # fmt: skip
+        own = Coding(
+            coding.bits, coding.rule, get_i64(job, 7), get_i64(job, 8), get_i64(job, 9), 0, coding.alpha, coding.beta
+        )
+        total += decode_planes(config, grid, fmt, own, tables, get_i64(job, 10))
+    return total
 
 
 @jit
