@@ -12,9 +12,16 @@ PYTHON := .venv/bin/python
 READY := .venv/.stamps/tq-offload
 endif
 BIN := $(dir $(PYTHON))
+ifdef TQ_KVPRESS_PYTHON
+KVPRESS_PYTHON := $(TQ_KVPRESS_PYTHON)
+KVPRESS_READY :=
+else
+KVPRESS_PYTHON := .venv-kvpress/bin/python
+KVPRESS_READY := .venv-kvpress/.stamps/ready
+endif
 SOURCES := $(wildcard tq_offload connectors tests benchmarks scripts tools)
 
-.PHONY: help env demo demo-short demo-tiers demo-tiers-short bench-codec bench-put bench-quality test check format clean
+.PHONY: help env env-kvpress demo demo-short demo-tiers demo-tiers-short bench-codec bench-put bench-quality test test-kvpress test-kvpress-versions check format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +30,12 @@ env: $(READY) ## Make .venv with torch, vLLM for CPU, LMCache and the tools (abo
 
 .venv/.stamps/tq-offload: scripts/setup_env.sh scripts/constraints.txt pyproject.toml
 	scripts/setup_env.sh .venv
+	@touch $@
+
+env-kvpress: $(KVPRESS_READY) ## Make .venv-kvpress with torch, kvpress and the tools (kvpress and LMCache cannot share an environment)
+
+.venv-kvpress/.stamps/ready: scripts/setup_kvpress_env.sh scripts/constraints-kvpress.txt pyproject.toml
+	scripts/setup_kvpress_env.sh .venv-kvpress
 	@touch $@
 
 demo: $(READY) ## Real vLLM and LMCache: bytes on disk and time to first token for naive, fp8 and turboquant (DEMO_ARGS="--restart --json out.json")
@@ -45,6 +58,12 @@ bench-put: $(READY) ## How long a store call holds the engine's thread, beside e
 
 test: check ## Everything CI tests: `make check`, then pytest (PYTEST_ARGS="-k frame")
 	$(PYTHON) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+test-kvpress: $(KVPRESS_READY) ## kvpress's own tests with our press, and the tests of the packed cache, in .venv-kvpress
+	$(KVPRESS_PYTHON) -m pytest $(wildcard tests/kv_cache tests/press tests/upstream) $(PYTEST_ARGS)
+
+test-kvpress-versions: $(KVPRESS_READY) ## The packed cache and the press with every supported pair of kvpress and transformers (PYTEST_ARGS="-x")
+	PYTEST_ARGS='$(PYTEST_ARGS)' scripts/kvpress_versions.sh $(KVPRESS_PYTHON) $(PAIRS)
 
 check: $(READY) ## Lint, format, types, and which module may import which
 	$(BIN)ruff check $(SOURCES)
