@@ -20,11 +20,15 @@ KVPRESS_PYTHON := .venv-kvpress/bin/python
 KVPRESS_READY := .venv-kvpress/.stamps/ready
 endif
 SOURCES := $(wildcard tq_offload connectors tests benchmarks scripts tools)
+KVPRESS_TESTS := tests/kv_cache tests/press
+# With transformers 5.19 and a Redis server; the rest of tests/kv_cache runs beside KVPress and with every version there.
+MAIN_TESTS := $(filter-out $(KVPRESS_TESTS) tests/upstream tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/))) \
+	tests/kv_cache/test_prefix_process.py tests/kv_cache/test_architectures.py
 
-.PHONY: help env env-kvpress demo demo-short demo-tiers demo-tiers-short bench-codec bench-put bench-quality test test-kvpress test-kvpress-versions check format clean
+.PHONY: help env env-kvpress demo demo-short demo-tiers demo-tiers-short bench-codec bench-put bench-press bench-quality demo-press test test-kvpress test-kvpress-versions check format clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-21s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 env: $(READY) ## Make .venv with torch, vLLM for CPU, LMCache and the tools (about 3 minutes, 3 GB; skipped when it is there)
 
@@ -56,11 +60,18 @@ bench-codec: $(READY) ## Speed of the codec beside LMCache's fp8 and memcpy, one
 bench-put: $(READY) ## How long a store call holds the engine's thread, beside encoding there; fails above 10 % (BENCH_ARGS="--json out.json")
 	$(PYTHON) -m benchmarks.bench_put --check $(BENCH_ARGS)
 
-test: check ## Everything CI tests: `make check`, then pytest (PYTEST_ARGS="-k frame")
-	$(PYTHON) -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+bench-press: $(KVPRESS_READY) ## The KVPress press: bytes and peaks, perplexity and KL, decoding speed; fails when a bound is missed (BENCH_ARGS="--only speed")
+	$(KVPRESS_PYTHON) -m benchmarks.bench_press --check $(BENCH_ARGS)
 
-test-kvpress: $(KVPRESS_READY) ## kvpress's own tests with our press, and the tests of the packed cache, in .venv-kvpress
-	$(KVPRESS_PYTHON) -m pytest $(wildcard tests/kv_cache tests/press tests/upstream) $(PYTEST_ARGS)
+demo-press: $(KVPRESS_READY) ## kvpress's pipeline with and without the press: bytes, answers, and docs/press-memory.svg (DEMO_ARGS="--json out.json")
+	$(KVPRESS_PYTHON) -m benchmarks.demo_press $(DEMO_ARGS)
+
+test: check ## Everything CI tests beside LMCache: `make check`, then pytest (PYTEST_ARGS="-k frame")
+	$(PYTHON) -m pytest -n 2 --dist loadfile $(MAIN_TESTS) $(PYTEST_ARGS)
+
+test-kvpress: $(KVPRESS_READY) ## The same beside KVPress: the packed cache, the press, and kvpress's own tests with our press
+	$(KVPRESS_PYTHON) -m pytest -n 2 --dist loadfile $(KVPRESS_TESTS) $(PYTEST_ARGS)
+	$(KVPRESS_PYTHON) -m pytest tests/upstream $(PYTEST_ARGS)
 
 test-kvpress-versions: $(KVPRESS_READY) ## The packed cache and the press with every supported pair of kvpress and transformers (PYTEST_ARGS="-x")
 	PYTEST_ARGS='$(PYTEST_ARGS)' scripts/kvpress_versions.sh $(KVPRESS_PYTHON) $(PAIRS)

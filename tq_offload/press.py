@@ -131,7 +131,8 @@ class TurboQuantPress(BasePress):
                 f"{name} needs a context of its own, which it has not inside another press: use "
                 f"TurboQuantPress(press={name}(...)) by itself"
             )
-        layer = _adopt(self.options(), module, kwargs)
+        layers = getattr(getattr(module, "config", None), "num_hidden_layers", None)
+        layer = _adopt(self.options(), module, kwargs, layers)
         if self.press is not None:
             output = self.press.forward_hook(module, inputs, kwargs, output)
         if layer is not None:
@@ -152,6 +153,7 @@ class TurboQuantPress(BasePress):
         """
         session = _Session(self.options(), _count_layers(model))
         with ExitStack() as stack:
+            stack.enter_context(_hooks(model, session.expect, before=True))
             stack.enter_context(_hooks(model, session.adopt))
             if self.press is not None:
                 stack.enter_context(patched_kvpress(model))
@@ -169,14 +171,21 @@ class _Session:
         self.options = options
         self.layers = layers
         self.ending = False  # the other press may still run the model, and assigns K and V for good
-        self._packed: weakref.WeakSet[TurboQuantLayer] = weakref.WeakSet()
+        self._packed: weakref.WeakKeyDictionary[TurboQuantLayer, None] = weakref.WeakKeyDictionary()  # in order
+
+    def expect(self, module: Any, _inputs: Any, kwargs: dict[str, Any]) -> None:
+        """Before attention: a layer that is packed already, and empty again, must not pack before the other press."""
+        layers = getattr(hook_cache(kwargs), "layers", ())
+        layer = layers[module.layer_idx] if module.layer_idx < len(layers) else None
+        if isinstance(layer, TurboQuantLayer):
+            layer.waiting = not self.ending
 
     def adopt(self, module: Any, _inputs: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """Before the other press: it works on exact K and V in a layer that keeps track of positions."""
         layer = _adopt(self.options, module, kwargs, self.layers)
         if layer is not None:
             layer.waiting = not self.ending
-            self._packed.add(layer)
+            self._packed[layer] = None
         return output
 
     def pack(self, module: Any, _inputs: Any, kwargs: dict[str, Any], output: Any) -> Any:
@@ -189,7 +198,7 @@ class _Session:
 
     def end(self) -> None:
         """The context is complete: pack the rest, and let the exact tokens stay exact."""
-        for layer in self._packed:
+        for layer in list(self._packed):
             layer.finish()
 
 
@@ -213,9 +222,12 @@ def _count_layers(model: Any) -> int:
 
 
 @contextmanager
-def _hooks(model: Any, hook: Callable[..., Any]) -> Iterator[None]:
+def _hooks(model: Any, hook: Callable[..., Any], *, before: bool = False) -> Iterator[None]:
     """The hook on every attention module of the model."""
-    handles = [module.register_forward_hook(hook, with_kwargs=True) for module in attention_modules(model)]
+    handles = [
+        (module.register_forward_pre_hook if before else module.register_forward_hook)(hook, with_kwargs=True)
+        for module in attention_modules(model)
+    ]
     try:
         yield
     finally:
@@ -243,9 +255,12 @@ def _adopt(
     """The packed layer of an attention module, put in place of the one that is there; None if it is to be left."""
     held = hook_cache(kwargs)
     layer = None if held is None else _layer(held, module)
-    if layer is None or isinstance(layer, TurboQuantLayer):
-        if layer is not None:
-            layer.waiting = True
+    if layer is None:
+        return None
+    if isinstance(layer, TurboQuantLayer):
+        layer.waiting = True
+        if layer.fresh and layer.get_seq_length():
+            layer.store.starts = _left_padding(kwargs.get("attention_mask"), *layer.store.shape("K")[0:3:2])
         return layer
     index, kind = module.layer_idx, layer_kind(layer)
     if kind in ("static", "quantized"):

@@ -64,6 +64,11 @@ class TurboQuantLayer(DynamicLayer):
         """Bytes held by K and V of this layer."""
         return self.store.nbytes
 
+    @property
+    def fresh(self) -> bool:
+        """True while all that is held is a context that has not been packed yet."""
+        return self._fresh
+
     def lazy_initialization(self, key_states: torch.Tensor, _value_states: torch.Tensor | None = None) -> None:
         """Note dtype and device. There is nothing to allocate."""
         self.dtype, self.device = key_states.dtype, key_states.device

@@ -29,8 +29,7 @@ def resident_bytes(*roots: Any) -> int:
             continue
         seen.add(id(item))
         if issubclass(kind, torch.Tensor):
-            storage = item.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            storages |= _storage(item)
         elif issubclass(kind, np.ndarray):
             if item.base is None:
                 storages[item.ctypes.data] = item.nbytes
@@ -40,3 +39,12 @@ def resident_bytes(*roots: Any) -> int:
         else:
             stack += gc.get_referents(item)
     return sum(storages.values())
+
+
+def _storage(tensor: torch.Tensor) -> dict[int, int]:
+    """Address and size of a tensor's storage; nothing for a wrapper around other tensors, which are reached anyway."""
+    try:
+        storage = tensor.untyped_storage()
+        return {storage.data_ptr(): storage.nbytes()}
+    except RuntimeError:
+        return {}
