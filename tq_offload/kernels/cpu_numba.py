@@ -94,9 +94,8 @@ class NumbaBackend:
             config = self._config(stream.dim, params, lsq=False)
             simd_tables, _held = _simd_tables(params, stream.dim, encoding=False)
             left = np.zeros(sections.scales.size, np.uint8)
-            if not simd_decode_stream(
-                config, grid, fmt if config.staged else None, coding, simd_tables, _address(left)
-            ):
+            staged = fmt if config.staged and params.dtype != "float32" else None  # f32 is written as it is
+            if not simd_decode_stream(config, grid, staged, coding, simd_tables, _address(left)):
                 return
             coding = coding._replace(only=_address(left))
         tables, _kept = _tables(params, stream.dim)
@@ -108,7 +107,7 @@ class NumbaBackend:
         if not chunks or not self._covers(dim, chunks[0].params):
             return one_by_one
         from tq_offload.kernels.simd.config import FORMATS
-        from tq_offload.kernels.simd.driver import JOB_FIELDS, simd_decode_jobs
+        from tq_offload.kernels.simd.driver import JOB_FIELDS, Place, simd_decode_jobs
 
         params, fmt = chunks[0].params, FORMATS[chunks[0].params.dtype]
         if any(_kind(part.params) != _kind(params) for part in chunks):
@@ -116,35 +115,30 @@ class NumbaBackend:
         config = self._config(dim, params, lsq=False)
         tables, held = _simd_tables(params, dim, encoding=False)
         jobs = np.zeros((len(chunks), JOB_FIELDS), np.int64)
-        marked = 0
+        vectors = 0
         for job, part in zip(jobs, chunks, strict=True):
             if min(part.row, part.start) < 0:
                 raise LayoutError(f"chunks from row {part.row}, token {part.start} on leave their buffer")
             _check_sections(part.stream(dim, (0, 0, 0)), part.params, part.sections)
             coding = _coding(part.params, part.sections)
-            job[1:4] = part.planes, part.tokens, part.vectors
-            job[7:] = coding.means, coding.scales, coding.codes, marked
-            marked += part.sections.scales.size
-        rows, starts = (np.array([getattr(part, name) for part in chunks]) for name in ("row", "start"))
-        last = rows, starts + jobs[:, 1] * jobs[:, 2] - 1, jobs[:, 3] - 1
+            job[:5] = part.row, part.start, part.planes, part.tokens, part.vectors
+            job[5:] = coding.means, coding.scales, coding.codes, vectors
+            vectors += part.sections.scales.size
+        last = {(part.row, part.vectors - 1, part.start + part.planes * part.tokens - 1) for part in chunks}
+        staged = fmt if config.staged and params.dtype != "float32" else None  # f32 is written as it is
 
         def run(dst: Array, strides: Strides, _held: Any = (held, chunks)) -> None:  # what the addresses point to
             s_row, s_vector, s_token = strides
-            end = int((last[0] * s_row + last[1] * s_token + last[2] * s_vector).max()) + dim
+            end = max(row * s_row + vector * s_vector + token * s_token for row, vector, token in last) + dim
             _check_buffer(dst, params, end, min(strides))
             if not dst.flags.writeable:
                 raise LayoutError("the destination is read-only")
-            table, size = jobs.copy(), dst.itemsize
-            left = np.zeros(marked, np.uint8)
-            table[:, 10] += _address(left)
-            table[:, 0] = _address(dst) + (rows * s_row + starts * s_token) * size
-            table[:, 4] = table[:, 2] * (s_token * size)
-            table[:, 5] = s_token * size
-            table[:, 6] = s_vector * size
-            staged = fmt if config.staged else None
-            if simd_decode_jobs(config, _address(table), len(table), dim, staged, coding, tables):
+            size, left = dst.itemsize, np.zeros(vectors, np.uint8)
+            place = Place(_address(dst), dim, s_row * size, s_vector * size, s_token * size)
+            if simd_decode_jobs(config, jobs_at, len(jobs), place, staged, coding, tables, _address(left)):
                 one_by_one(dst, strides)
 
+        jobs_at = _address(jobs)
         return run
 
     def _covers(self, dim: int, params: VectorParams) -> bool:

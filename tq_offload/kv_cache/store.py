@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,10 +35,10 @@ class LayerStore:
         self.tail: ExactRun | None = None
         self.sinks: Sinks | None = None
         self.starts: tuple[int, ...] | None = None  # padding before the context, of every row
-        self._decoders: dict[str, tuple[tuple[Run, ...], Decoder | None]] = {}
+        self._plans: dict[str, _Plan] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_decoders": {}}
+        return {**self.__dict__, "_plans": {}}
 
     @property
     def length(self) -> int:
@@ -87,6 +87,8 @@ class LayerStore:
         """
         if self.tail is None:
             return
+        if not everything and self.tail.length < self.options.window + self.options.chunk_tokens:
+            return  # as after most tokens
         options, starts = self.options, self.starts or (0,) * self.tail.keys.shape[0]
         runs, tail = self._reopened() if everything else (list(self.runs), self.tail)
         ready = max(tail.length - options.window, 0)
@@ -101,8 +103,7 @@ class LayerStore:
         if everything and rest is not None:
             runs.append(rest)
             rest = None
-        if not _same(runs, self.runs):
-            self._decoders = {}  # they keep the runs before alive
+        self._plans = {}  # they keep the runs before alive
         self.runs, self.tail, self.sinks = runs, rest, sinks
 
     def _reopened(self) -> tuple[list[Run], ExactRun]:
@@ -144,32 +145,17 @@ class LayerStore:
 
         In the calling thread: on two cores, handing a layer of 1 to 16 MiB to another thread took longer than it saved.
         """
-        if (decode := self._decoder(side)) is not None:
-            decode(flat_span(out), (out.stride(0), out.stride(1), out.stride(2)))
-        at = 0
-        for run in (*self.runs, *([self.tail] if self.tail else ())):
-            if isinstance(run, ExactRun):
-                out[:, :, at : at + run.length] = run.of(side)
-            at += run.length
+        plan = self._plans.get(side)
+        if plan is None or plan.runs is not self.runs:
+            plan = self._plans[side] = _make_plan(self.runs, side)
+        if plan.decode is not None:
+            plan.decode(flat_span(out), (out.stride(0), out.stride(1), out.stride(2)))
+        for start, x in plan.exact:
+            out.narrow(2, start, x.shape[2]).copy_(x)
+        if self.tail is not None:
+            out.narrow(2, plan.length, self.tail.length).copy_(self.tail.of(side))
         if self.sinks is not None:
             self.sinks.write(side, out)
-
-    def _decoder(self, side: str) -> Decoder | None:
-        """A function that decodes the packed runs; made anew when the runs have changed."""
-        known = self._decoders.get(side)
-        if known is not None and _same(known[0], self.runs):
-            return known[1]
-        chunks: list[Chunks] = []
-        at, dim = 0, 0
-        for run in self.runs:
-            if isinstance(run, PackedRun):
-                packed = run.of(side)
-                chunks += packed.chunks(at)
-                dim = packed.dim
-            at += run.length
-        decoder = get_backend().decoder(dim, chunks) if chunks else None
-        self._decoders[side] = tuple(self.runs), decoder
-        return decoder
 
     def unpack(self, side: str) -> torch.Tensor:
         """K or V of all tokens in a new CPU tensor [B, H, T, D]."""
@@ -182,7 +168,7 @@ class LayerStore:
         if length <= 0:
             self.clear()
             return
-        self._decoders = {}
+        self._plans = {}
         at, runs = 0, [*self.runs, *([self.tail] if self.tail else ())]
         kept: list[Run] = []
         for run in runs:
@@ -204,7 +190,7 @@ class LayerStore:
         def change(x: torch.Tensor) -> torch.Tensor:
             return x.index_select(0, index.to(x.device))
 
-        self._decoders = {}
+        self._plans = {}
         self.runs = [run.map(change) for run in self.runs]
         if self.tail is not None:
             self.tail = self.tail.map(change)
@@ -224,5 +210,26 @@ def _add(runs: list[Run], run: PackedRun) -> None:
         runs.append(run)
 
 
-def _same(a: Sequence[object], b: Sequence[object]) -> bool:
-    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+@dataclass(frozen=True)
+class _Plan:
+    """How the runs of a store are unpacked, for K or V."""
+
+    runs: list[Run]
+    length: int
+    decode: Decoder | None
+    exact: tuple[tuple[int, torch.Tensor], ...]
+
+
+def _make_plan(runs: list[Run], side: str) -> _Plan:
+    chunks: list[Chunks] = []
+    exact: list[tuple[int, torch.Tensor]] = []
+    at, dim = 0, 0
+    for run in runs:
+        if isinstance(run, PackedRun):
+            packed = run.of(side)
+            chunks += packed.chunks(at)
+            dim = packed.dim
+        else:
+            exact.append((at, run.of(side)))
+        at += run.length
+    return _Plan(runs, at, get_backend().decoder(dim, chunks) if chunks else None, tuple(exact))

@@ -15,9 +15,9 @@ from tq_offload.kernels.simd.memory import get, get_i64, get_u16, put, put_i64, 
 from tq_offload.kernels.stream_loops import LSQ, NORM, Coding, Grid, address, in_range, keep, mean_bits
 from tq_offload.kernels.vector_loops import ONE, ZERO, from_bf16, load_vector, store_vector, to_bf16
 
-__all__ = ["JOB_FIELDS", "SimdTables", "simd_decode_jobs", "simd_decode_stream", "simd_encode_stream"]
+__all__ = ["JOB_FIELDS", "Place", "SimdTables", "simd_decode_jobs", "simd_decode_stream", "simd_encode_stream"]
 
-JOB_FIELDS = 11
+JOB_FIELDS = 9
 BATCH = 8  # vectors that go through a pass before the next pass starts
 TOP = np.uint16(0x5D80)  # bf16 2**60: beyond, a decoded element might need a clamp
 
@@ -104,36 +104,49 @@ def simd_decode_stream(config: Any, grid: Any, fmt: Format | None, coding: Any, 
     return count
 
 
+class Place(NamedTuple):
+    """A tensor [rows, J, tokens, D] in bytes: address of its first element, D, and strides."""
+
+    address: int
+    dim: int
+    row_stride: int
+    vector_stride: int
+    token_stride: int
+
+
 @kernel
 def simd_decode_jobs(
-    config: Any, jobs: int, count: int, dim: int, fmt: Format | None, coding: Any, tables: SimdTables
+    config: Any, jobs: int, count: int, place: Place, fmt: Format | None, coding: Any, tables: SimdTables, left: int
 ) -> int:
-    """Decode several streams in one call.
+    """Decode several runs of chunks in one call.
 
     Args:
         config: `KernelConfig`.
-        jobs: Address of i64 [count, JOB_FIELDS]: `Grid` without dim, then the addresses of means, scales, codes and
-            `left` of each stream.
+        jobs: Address of i64 [count, JOB_FIELDS]: row, first token, chunks, tokens of one, J, the addresses of means,
+            scales and codes, and how many vectors the jobs before have.
         count: How many.
-        dim: D.
+        place: Where they go.
         fmt: As for `simd_decode_stream`.
         coding: `Coding` without addresses.
         tables: Signs and levels.
+        left: Address of u8 [vectors of all jobs], zeros, as for `simd_decode_stream`.
 
     Returns:
-        Number of vectors left, of all streams.
+        Number of vectors left, of all jobs.
     """
     total = 0
     for i in range(count):
         job = jobs + 8 * JOB_FIELDS * i
+        tokens = get_i64(job, 3)
         grid = Grid(
-            get_i64(job, 0), get_i64(job, 1), get_i64(job, 2), get_i64(job, 3), dim, get_i64(job, 4),
-            get_i64(job, 5), get_i64(job, 6),
+            place.address + get_i64(job, 0) * place.row_stride + get_i64(job, 1) * place.token_stride,
+            get_i64(job, 2), tokens, get_i64(job, 4), place.dim, tokens * place.token_stride, place.token_stride,
+            place.vector_stride,
         )  # fmt: skip
         own = Coding(
-            coding.bits, coding.rule, get_i64(job, 7), get_i64(job, 8), get_i64(job, 9), 0, coding.alpha, coding.beta
+            coding.bits, coding.rule, get_i64(job, 5), get_i64(job, 6), get_i64(job, 7), 0, coding.alpha, coding.beta
         )
-        total += decode_planes(config, grid, fmt, own, tables, get_i64(job, 10))
+        total += decode_planes(config, grid, fmt, own, tables, left + get_i64(job, 8))
     return total
 
 
