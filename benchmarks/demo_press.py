@@ -132,7 +132,7 @@ def main() -> int:
     import kvpress  # noqa: F401  registers the pipeline
     from transformers import pipeline
 
-    console = Console()
+    console = Console(width=max(Console().width, 120))
     model, tokenizer = load_smollm2(torch.bfloat16)
     pipe = pipeline("kv-press-text-generation", model=model, tokenizer=tokenizer)
     context = (Path(__file__).parent / "prompt.txt").read_text(encoding="utf-8").strip() + "\n\n"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from packed_support import contents, copies, ids, kv, same, small_llama, unpacked
+from packed_support import contents, copies, ids, kv, parts, same, small_llama, unpacked
 from transformers import DynamicCache, LlamaConfig
 
 from tq_offload.errors import ConfigError, LayoutError, NonFiniteError, PressOrderError
@@ -415,3 +415,14 @@ def test_replacing_a_sealed_layer_says_what_to_do(llama: Any) -> None:
     cache.layers[0].sealed = "put it last"
     with pytest.raises(PressOrderError, match="put it last"):
         cache.layers[0].keys = cache.layers[0].keys[:, :, 1:]
+
+
+def test_a_context_in_pieces_is_sealed() -> None:
+    cache = TurboQuantCache(window=20, sink_tokens=4, chunk_tokens=32)
+    for seed, n in enumerate((90, 70)):
+        cache.update(*kv(n, seed=seed), 0)
+    cache.seal()
+    before = [p.clone() for p in parts(cache.layers[0].store)]
+    cache.update(*kv(200, seed=9), 0)
+    cache.layers[0].crop(-200)
+    assert same(parts(cache.layers[0].store), before)

@@ -255,3 +255,15 @@ def test_states_of_linear_attention_are_refused() -> None:
     cache.layers.append(kinds.LinearAttentionLayer())
     with pytest.raises(CacheTypeError, match="LinearAttentionLayer"):
         save_prefix(store(), cache, "k", model="m")
+
+
+def test_token_ids_must_be_those_of_the_cache() -> None:
+    cache = TurboQuantCache(window=8, sink_tokens=0, chunk_tokens=32)
+    cache.update(torch.randn(1, 2, 90, 16), torch.randn(1, 2, 90, 16), 0)
+    store = MemoryStore(1 << 20)
+    with pytest.raises(ConfigError, match="90 tokens"):
+        save_prefix(store, cache, list(range(80)), model="m")
+    with pytest.raises(ConfigError, match="context_length"):
+        save_prefix(store, cache, list(range(100)), model="m")
+    assert save_prefix(store, cache, list(range(100)), model="m", context_length=100).context_length == 100
+    assert save_prefix(store, cache, list(range(90)), model="m").context_length == 90

@@ -104,6 +104,17 @@ class TurboQuantCache(DynamicCache):
             self._current.settle()
             self._current = None
 
+    def seal(self) -> None:
+        """The context is complete: pack it up to its window, which stays exact for good.
+
+        The first forward pass does so by itself. Call this after a context that came in several, so that cropping an
+        answer away leaves the context bit by bit as it was.
+        """
+        self.pack()
+        for layer in self.layers:
+            if isinstance(layer, TurboQuantLayer):
+                layer.finish()
+
     @property
     def nbytes(self) -> int:
         """Bytes of K and V held by all layers, packed or not."""

@@ -96,7 +96,9 @@ class PackedTokens:
             LayoutError: A dtype or a D that cannot be coded.
         """
         rows, heads, n, dim = x.shape
-        if dtype_name(x.dtype) not in CODED_DTYPES or not 1 <= dim <= MAX_HEAD_DIM:
+        if not 1 <= dim <= MAX_HEAD_DIM:
+            raise LayoutError(f"vectors of {dim} elements cannot be packed: head_dim is at most {MAX_HEAD_DIM}")
+        if dtype_name(x.dtype) not in CODED_DTYPES:
             raise LayoutError(
                 f"vectors of {dim} elements of {x.dtype} cannot be packed; "
                 "load the model in bfloat16, float16 or float32"

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 
 from tq_offload.codec import cache_key_digest, model_fingerprint
 from tq_offload.errors import CacheTypeError, ConfigError
 
-__all__ = ["MANIFEST", "Identity", "device_of", "identify", "part_name"]
+__all__ = ["MANIFEST", "Identity", "device_of", "identify", "part_name", "tokens_of_key"]
 
 MANIFEST = "manifest"
 """Name of the part that is written last and read first."""
 
-# What decides how many elements K and V have, and what they mean. Weights are told apart by name and commit.
+# What decides how many elements K and V have, and what they mean.
 _FIELDS = (
     "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "layer_types",
@@ -51,7 +52,7 @@ def identify(key: Any, model: Any) -> Identity:
 
     Args:
         key: Text, or token ids [T], [B, T]: a list or a tensor; [1, T] is [T].
-        model: A name, or a Hugging Face model: its name_or_path, commit, dtype and the fields of its config.
+        model: A name, or a Hugging Face model: its name_or_path, commit, dtype, config, and a sample of its weights.
 
     Raises:
         ConfigError: Neither of these, or a model that has no name.
@@ -83,6 +84,21 @@ def _key_digest(key: Any) -> bytes:
     raise ConfigError("key", key if isinstance(key, str) else type(key).__name__, "text, or token ids [T] or [B, T]")
 
 
+def tokens_of_key(key: Any) -> int | None:
+    """Tokens that a key of token ids names, for each row; None for a text."""
+    return None if isinstance(key, str) else int(torch.as_tensor(key).shape[-1])
+
+
+def _sample(model: Any) -> str:
+    """Digest of the first elements of every weight: a merged adapter or further training is another model."""
+    state = xxhash.xxh3_128()
+    for name, weight in model.named_parameters():
+        if weight.device.type != "meta":
+            first = weight.detach().flatten()[:64].cpu().contiguous()
+            state.update(name.encode() + first.view(torch.uint8).numpy().tobytes())
+    return state.hexdigest()
+
+
 def _describe(model: Any) -> str:
     """What a Hugging Face model is, as text."""
     config = getattr(model, "config", None)
@@ -107,4 +123,5 @@ def _describe(model: Any) -> str:
     }
     facts["dtype"] = str(getattr(model, "dtype", None))
     facts["commit"] = getattr(config, "_commit_hash", None)
+    facts["weights"] = _sample(model)
     return json.dumps(["hf", str(name), {k: v for k, v in facts.items() if v is not None}], sort_keys=True, default=str)

@@ -9,7 +9,7 @@ from tq_offload.buffers import Array
 from tq_offload.errors import ConfigError
 from tq_offload.kv_cache.runs import SIDES
 from tq_offload.prefix.frames import MAX_GROUPS, Piece, shape_of, write_bytes, write_frame
-from tq_offload.prefix.identity import MANIFEST, Identity, identify, part_name
+from tq_offload.prefix.identity import MANIFEST, Identity, identify, part_name, tokens_of_key
 from tq_offload.prefix.layers import layers_of, longest, options_of, split
 from tq_offload.prefix.manifest import MAX_COUNT, LayerEntry, Manifest, dump_manifest, part_digest, parts_of
 from tq_offload.prefix.store import Store
@@ -53,7 +53,8 @@ def save_prefix(store: Store, cache: Any, key: Any, *, model: Any, context_lengt
             packed is packed first.
         key: Name of the prefix, or its token ids [T] or [B, T].
         model: What made it: a name, or the Hugging Face model. `load_prefix` needs the same.
-        context_length: Position of the next token, where a press has evicted tokens; None: the length of the cache.
+        context_length: Position of the next token, where a press has evicted tokens; None: the length of the cache,
+            which must then be that of the key's token ids.
 
     Raises:
         StoreError: The store failed, or has no room.
@@ -63,7 +64,12 @@ def save_prefix(store: Store, cache: Any, key: Any, *, model: Any, context_lengt
     identity = identify(key, model)
     layers = layers_of(cache)
     tokens = longest(layers)
+    named = tokens_of_key(key)
+    if named is not None and tokens > named:
+        raise ConfigError("key", f"{named} token ids", f"the ids of all {tokens} tokens in the cache, or a text")
     if context_length is None:
+        if named is not None and tokens < named:
+            raise ConfigError("context_length", None, f"a length: the cache holds {tokens} of the {named} tokens")
         context_length = tokens
     if type(context_length) is not int or not tokens <= context_length <= MAX_COUNT:
         raise ConfigError("context_length", context_length, f"an integer of at least {tokens}, the tokens in the cache")
