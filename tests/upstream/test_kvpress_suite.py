@@ -55,7 +55,7 @@ class Run(NamedTuple):
 RUNS = {
     "every-cache": Run("every-cache", PACK_ALL, ("tests",), BASELINE | LOSSY, 657, 290),
     "our-press": Run("our-press", {}, PRESSES, {}, 439, 7),
-    "default-presses": Run("default-presses", PACK_ALL, PRESSES, OWN_CONTEXT, 338, 200),
+    "default-presses": Run("default-presses", PACK_ALL, PRESSES, OWN_CONTEXT, 338, 24),
 }
 if os.environ.get("TQ_TEST_ALL_KVPRESS") == "1":
     RUNS |= {
