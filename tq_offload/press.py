@@ -14,8 +14,16 @@ import torch
 from kvpress import DecodingPress, PrefillDecodingPress
 from kvpress.presses.base_press import BasePress
 
-from tq_offload.errors import CacheTypeError
-from tq_offload.hf_compat import attention_modules, check_versions, decoder, hook_cache, layer_kind, patched_kvpress
+from tq_offload.errors import CacheTypeError, IncompatibleError
+from tq_offload.hf_compat import (
+    attention_modules,
+    check_versions,
+    decoder,
+    hook_cache,
+    installed,
+    layer_kind,
+    patched_kvpress,
+)
 from tq_offload.kv_cache.layer import TurboQuantLayer
 from tq_offload.kv_cache.options import CacheOptions, make_options, protected
 from tq_offload.kv_cache.workspace import Workspace
@@ -151,6 +159,9 @@ class TurboQuantPress(BasePress):
         Raises:
             CacheTypeError: A model whose layers cannot be found, or a cache of a kind that cannot be packed.
         """
+        inside = {type(press).__name__ for press in _presses(self.press)}
+        if "KVgradPress" in inside and installed("transformers") >= (5, 24):
+            raise IncompatibleError("KVgradPress works with transformers up to 5.23: use an older one or another press")
         session = _Session(self.options(), _count_layers(model))
         with ExitStack() as stack:
             stack.enter_context(_hooks(model, session.expect, before=True))
@@ -203,7 +214,9 @@ class _Session:
 
 
 def _presses(press: Any) -> Iterator[Any]:
-    """A press and those inside it."""
+    """A press and those inside it; nothing for None."""
+    if press is None:
+        return
     yield press
     for value in vars(press).values():
         for inner in value if isinstance(value, (list, tuple)) else [value]:
