@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,8 +33,8 @@ __all__ = ["TurboQuantPress"]
 
 _log = logging.getLogger(__name__)
 
-# The pipeline of kvpress asks for these classes by isinstance: inside another press they are not seen.
 _PLAIN_CONTEXTS = (BasePress.__call__, DecodingPress.__call__, PrefillDecodingPress.__call__)  # hooks, and no more
+# The pipeline of kvpress asks for these classes by isinstance: inside another press they are not seen.
 _ASKED_FOR = ("DecodingPress", "PrefillDecodingPress", "DMSPress", "KeyRerotationPress", "FinchPress", "RestoreKVPress")
 
 
@@ -140,7 +141,7 @@ class TurboQuantPress(BasePress):
                 f"TurboQuantPress(press={name}(...)) by itself"
             )
         layers = getattr(getattr(module, "config", None), "num_hidden_layers", None)
-        layer = _adopt(self.options(), module, kwargs, layers)
+        layer = _adopt(self.options, module, kwargs, layers)
         if self.press is not None:
             output = self.press.forward_hook(module, inputs, kwargs, output)
         if layer is not None:
@@ -164,25 +165,51 @@ class TurboQuantPress(BasePress):
             raise IncompatibleError("KVgradPress works with transformers up to 5.23: use an older one or another press")
         session = _Session(self.options(), _count_layers(model))
         with ExitStack() as stack:
-            stack.enter_context(_hooks(model, session.expect, before=True))
-            stack.enter_context(_hooks(model, session.adopt))
+            stack.enter_context(session)
+            stack.enter_context(_hooks(model, session.own(session.expect), before=True))
+            stack.enter_context(_hooks(model, session.own(session.adopt)))
             if self.press is not None:
                 stack.enter_context(patched_kvpress(model))
                 stack.enter_context(self.press(model))
-            with _hooks(model, session.pack):
+            with _hooks(model, session.own(session.pack)):
                 yield
             session.ending = True
         session.end()
 
 
 class _Session:
-    """One `with press(model)`: which layers it has packed."""
+    """One `with press(model)`: which layers it has packed.
+
+    The hooks of all sessions are on the same modules. In a thread that has sessions of its own only these act; in any
+    other, such as one that streams what `generate` writes, all of them do.
+    """
+
+    _here = threading.local()
 
     def __init__(self, options: CacheOptions, layers: int) -> None:
         self.options = options
         self.layers = layers
         self.ending = False  # the other press may still run the model, and assigns K and V for good
         self._packed: weakref.WeakKeyDictionary[TurboQuantLayer, None] = weakref.WeakKeyDictionary()  # in order
+
+    def __enter__(self) -> _Session:
+        self._here.sessions = (*self._in_this_thread(), self)
+        return self
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self._here.sessions = tuple(other for other in self._in_this_thread() if other is not self)
+
+    def _in_this_thread(self) -> tuple[_Session, ...]:
+        return getattr(self._here, "sessions", ())
+
+    def own(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """The hook, for forward passes that concern this session."""
+
+        def run(*args: Any) -> Any:
+            sessions = self._in_this_thread()
+            return hook(*args) if self in sessions or not sessions else None
+
+        return run
 
     def expect(self, module: Any, _inputs: Any, kwargs: dict[str, Any]) -> None:
         """Before attention: a layer that is packed already, and empty again, must not pack before the other press."""
@@ -193,7 +220,7 @@ class _Session:
 
     def adopt(self, module: Any, _inputs: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """Before the other press: it works on exact K and V in a layer that keeps track of positions."""
-        layer = _adopt(self.options, module, kwargs, self.layers)
+        layer = _adopt(lambda: self.options, module, kwargs, self.layers)
         if layer is not None:
             layer.waiting = not self.ending
             self._packed[layer] = None
@@ -263,19 +290,27 @@ def _warn_once(kind: str) -> None:
 
 
 def _adopt(
-    options: CacheOptions, module: Any, kwargs: dict[str, Any], layers: int | None = None
+    options: Callable[[], CacheOptions], module: Any, kwargs: dict[str, Any], layers: int | None = None
 ) -> TurboQuantLayer | None:
     """The packed layer of an attention module, put in place of the one that is there; None if it is to be left."""
     held = hook_cache(kwargs)
     layer = None if held is None else _layer(held, module)
+    if layer is not None and not isinstance(layer, TurboQuantLayer):
+        layer = _replace(options(), held.layers, module.layer_idx, kwargs["hidden_states"].shape[1], layers)
     if layer is None:
         return None
-    if isinstance(layer, TurboQuantLayer):
-        layer.waiting = True
-        if layer.fresh and layer.get_seq_length():
-            layer.store.starts = _left_padding(kwargs.get("attention_mask"), *layer.store.shape("K")[0:3:2])
-        return layer
-    index, kind = module.layer_idx, layer_kind(layer)
+    layer.waiting = True
+    if layer.fresh and layer.get_seq_length():
+        layer.store.starts = _left_padding(kwargs.get("attention_mask"), *layer.store.shape("K")[0:3:2])
+    return layer
+
+
+def _replace(
+    options: CacheOptions, held: list[Any], index: int, new_tokens: int, layers: int | None
+) -> TurboQuantLayer | None:
+    """Put a packed layer in place of the layer `index` of a cache; None if that is to be left as it is."""
+    layer = held[index]
+    kind = layer_kind(layer)
     if kind in ("static", "quantized"):
         raise CacheTypeError(
             f"a {type(layer).__name__} cannot be packed: use DynamicCache() or TurboQuantCache(), and neither "
@@ -283,16 +318,13 @@ def _adopt(
         )
     if kind != "full" or protected(options.spec, index, layers):
         return None
-    new_tokens = kwargs["hidden_states"].shape[1]
     if layer.keys.shape[2] < new_tokens:  # evicted before this press could see in which order
         options = replace(options, sink_tokens=0, window=0)
-    others = [other for other in held.layers if isinstance(other, TurboQuantLayer)]
+    others = [other for other in held if isinstance(other, TurboQuantLayer)]
     workspace = others[0].workspace if others else Workspace()
-    new = TurboQuantLayer.adopt(layer, options, index=index, workspace=workspace)
-    new.store.starts = _left_padding(kwargs.get("attention_mask"), *layer.keys.shape[0:3:2])
     for other in others:
         other.last = False
-    held.layers[index] = new
+    held[index] = new = TurboQuantLayer.adopt(layer, options, index=index, workspace=workspace)
     return new
 
 

@@ -278,3 +278,31 @@ def test_two_caches_in_two_threads(model: Any) -> None:
     for thread in threads:
         thread.join()
     assert all(same(found[seed], wanted[seed]) for seed in range(2))
+
+
+def test_presses_of_two_threads_keep_to_their_own_caches(model: Any) -> None:
+    both_open, caches = threading.Barrier(2), {3: DynamicCache(), 8: DynamicCache()}
+
+    def work(bits: int) -> None:
+        with torch.no_grad(), TurboQuantPress(bits=bits)(model):
+            both_open.wait(60)
+            model(ids(CONTEXT), past_key_values=caches[bits])
+            both_open.wait(60)
+
+    threads = [threading.Thread(target=work, args=(bits,)) for bits in caches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for bits, cache in caches.items():
+        assert [layer.options.spec.key_bits for layer in cache.layers] == [bits] * 3
+
+
+def test_a_thread_without_a_press_uses_those_of_others(model: Any) -> None:
+    """As when `generate` runs in a thread and its text is streamed."""
+    cache = DynamicCache()
+    with torch.no_grad(), TurboQuantPress()(model):
+        thread = threading.Thread(target=lambda: model(ids(CONTEXT), past_key_values=cache))
+        thread.start()
+        thread.join()
+    assert [type(layer) for layer in cache.layers] == [TurboQuantLayer] * 3
