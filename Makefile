@@ -32,13 +32,13 @@ help: ## List the targets
 
 env: $(READY) ## Make .venv with torch, vLLM for CPU, LMCache and the tools (about 3 minutes, 3 GB; skipped when it is there)
 
-.venv/.stamps/tq-offload: scripts/setup_env.sh scripts/constraints.txt pyproject.toml
+.venv/.stamps/tq-offload: scripts/setup_env.sh scripts/env_lib.sh scripts/constraints.txt pyproject.toml
 	scripts/setup_env.sh .venv
 	@touch $@
 
 env-kvpress: $(KVPRESS_READY) ## Make .venv-kvpress with torch, kvpress and the tools (kvpress and LMCache cannot share an environment)
 
-.venv-kvpress/.stamps/ready: scripts/setup_kvpress_env.sh scripts/constraints-kvpress.txt pyproject.toml
+.venv-kvpress/.stamps/ready: scripts/setup_kvpress_env.sh scripts/env_lib.sh scripts/constraints-kvpress.txt pyproject.toml
 	scripts/setup_kvpress_env.sh .venv-kvpress
 	@touch $@
 

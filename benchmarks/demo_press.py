@@ -18,8 +18,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.press_caches import NO_EXACT, fill, fp_cache, held_bytes, load_smollm2, text_tokens, turboquant
+from benchmarks.press_caches import NO_EXACT, fill, fp_cache, load_smollm2, text_tokens, turboquant
 from benchmarks.press_memory import LiveBytes
+from tq_offload.kv_cache import resident_bytes
 
 QUESTIONS = (
     "In which year was the mill built?",
@@ -51,7 +52,7 @@ def ask(pipe: Any, context: str, press: Any) -> dict[str, Any]:
     with LiveBytes([*pipe.model.parameters(), *pipe.model.buffers()]) as live:
         answers = pipe(context, questions=list(QUESTIONS), press=press, cache=cache, max_new_tokens=20)["answers"]
     return {
-        "resident": held_bytes(cache),
+        "resident": resident_bytes(cache),
         "peak": live.peak,
         "seconds": time.perf_counter() - started,
         "answers": answers,
@@ -79,7 +80,7 @@ def curves(model: Any, ids: torch.Tensor) -> dict[str, list[int]]:
         for layer in part.layers:
             layer.keys, layer.values = layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone()
         for name, make in made.items():
-            taken[name].append(held_bytes(fill(make(model.config), part)))
+            taken[name].append(resident_bytes(fill(make(model.config), part)))
     return taken
 
 

@@ -18,10 +18,10 @@ from transformers import (
 from transformers.utils import logging
 
 from benchmarks.model import prepare_model
-from tq_offload.kv_cache import TurboQuantCache, resident_bytes
+from tq_offload.kv_cache import TurboQuantCache
 
 __all__ = [
-    "NO_EXACT", "CacheMaker", "Int8Cache", "fill", "fp_cache", "held_bytes", "load_smollm2", "quanto_cache",
+    "NO_EXACT", "CacheMaker", "Int8Cache", "fill", "fp_cache", "load_smollm2", "quanto_cache",
     "text_tokens", "tiny_llama", "turboquant",
 ]  # fmt: skip
 
@@ -73,22 +73,6 @@ def fill(cache: Any, reference: Any, *, dtype: torch.dtype | None = None) -> Any
         cache.update(keys, values, index)
     cache.get_seq_length()  # a TurboQuantCache packs its last layer now
     return cache
-
-
-def held_bytes(cache: Any) -> int:
-    """`resident_bytes`, and the same for quanto's tensors, which have no storage of their own."""
-    if not isinstance(cache, QuantizedCache):
-        return resident_bytes(cache)
-    sides = ("_quantized_keys", "_quantized_values", "keys", "values")
-    return sum(resident_bytes(*_inner(getattr(layer, side))) for layer in cache.layers for side in sides)
-
-
-def _inner(x: Any) -> list[torch.Tensor]:
-    """The plain tensors that a tensor is made of."""
-    if type(x) is torch.Tensor:
-        return [x]
-    names, _ = x.__tensor_flatten__()
-    return [plain for name in names for plain in _inner(getattr(x, name))]
 
 
 def load_smollm2(dtype: torch.dtype) -> tuple[Any, Any]:

@@ -130,7 +130,7 @@ def measure(
     model: Any, ids: torch.Tensor, cache: Any, press: Any, meter: Any, decoded: int = DECODED
 ) -> dict[str, int]:
     """Prefill `ids` [1, T] and decode; peaks and rests in bytes, counted from what the process held before."""
-    from benchmarks.press_caches import held_bytes
+    from tq_offload.kv_cache import resident_bytes
 
     meter.restart()
     before = meter.now
@@ -139,7 +139,7 @@ def measure(
     cache.get_seq_length()
     prefill_peak = meter.peak - before
     gc.collect()
-    resident = held_bytes(cache)
+    resident = resident_bytes(cache)
     meter.restart()
     for position in range(ids.shape[1], ids.shape[1] + decoded):
         where = torch.tensor([[position]])
@@ -152,7 +152,7 @@ def measure(
         "held": meter.now - before,
         "prefill_peak": prefill_peak,
         "decode_peak": peak,
-        "resident_after": held_bytes(cache),
+        "resident_after": resident_bytes(cache),
     }
 
 

@@ -15,12 +15,12 @@ from benchmarks.press_caches import (
     Int8Cache,
     fill,
     fp_cache,
-    held_bytes,
     load_smollm2,
     quanto_cache,
     text_tokens,
     turboquant,
 )  # fmt: skip
+from tq_offload.kv_cache import resident_bytes
 from tq_offload.spec import PRESETS
 
 __all__ = ["CHUNKS", "PREFIX", "SCORED", "Quality", "quality", "rows"]
@@ -36,7 +36,7 @@ CHUNKS = (128, 256, 512, 1024)
 class Quality:
     """Against the unquantised cache: relative change of perplexity, mean KL in nats a token, share of equal top-1.
 
-    `error` is the standard error of the mean KL; `ratio` is bf16 bytes of the prefix's K and V by `held_bytes`.
+    `error` is the standard error of the mean KL; `ratio` is bf16 bytes of the prefix's K and V by `resident_bytes`.
     """
 
     name: str
@@ -88,8 +88,8 @@ class _Window:
 
     def ratio(self, make: CacheMaker) -> float:
         """How many times fewer bytes the prefix takes than as bf16."""
-        fp = held_bytes(fill(fp_cache(self.model.config), self.prefix, dtype=torch.bfloat16))
-        return fp / held_bytes(fill(make(self.model.config), self.prefix, dtype=torch.bfloat16))
+        fp = resident_bytes(fill(fp_cache(self.model.config), self.prefix, dtype=torch.bfloat16))
+        return fp / resident_bytes(fill(make(self.model.config), self.prefix, dtype=torch.bfloat16))
 
 
 @torch.no_grad()

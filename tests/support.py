@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
+import pytest
 import torch
 
 from tq_offload.layout import ChunkLayout, GroupLayout
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """Small tensors: more threads only get in each other's way. For the module or folder that imports it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def portable_normal(count: int, seed: int = 0) -> np.ndarray:

@@ -270,10 +270,8 @@ def _check_content(plan: FramePlan, frame: Array) -> None:
     for group in plan.groups:
         for p in group:
             for section in (p.means, p.scales, p.sketch_scales):
-                if section is not None and section.nbytes:
-                    bits = section_view(frame, section, np.uint16)
-                    if int((bits & np.uint16(0x7FFF)).max()) >= 0x7F80:
-                        raise FrameContentError("a scale or mean is not finite")
+                if section is not None and not all_finite(section_view(frame, section, np.uint16), "bfloat16"):
+                    raise FrameContentError("a scale or mean is not finite")
 
 
 def _digest(value: bytes) -> bytes:

@@ -27,7 +27,7 @@ from tq_offload.errors import (
     UnsupportedVersionError,
 )
 from tq_offload.layout import ChunkLayout, GroupLayout, Stream
-from tq_offload.spec import MEAN_MIN_TOKENS, CodecSpec
+from tq_offload.spec import CodecSpec
 
 __all__ = [
     "DIGEST_SIZE",
@@ -176,26 +176,24 @@ def _split(stream: Stream, first: int, last: int) -> tuple[Stream, tuple[Stream,
 
 
 def _plan_stream(side: str, stream: Stream, group: GroupLayout, spec: CodecSpec, cursor: _Cursor) -> StreamPlan:
-    bits = spec.key_bits if side == "K" else spec.value_bits
+    coding = spec.side(side, stream.tokens)
     protect = (spec.protect_first, spec.protect_last) if group.layered else (0, 0)
     coded, raw = _split(stream, *protect)
-    mean = spec.mean and stream.tokens >= MEAN_MIN_TOKENS
-    qjl = spec.qjl and side == "K"
     grid = (coded.planes, coded.tokens, coded.vectors)
     return StreamPlan(
         side=side,
-        bits=bits,
-        rule=spec.key_rule if side == "K" else spec.value_rule,
-        mean=mean,
+        bits=coding.bits,
+        rule=coding.rule,
+        mean=coding.mean,
         fit_range=spec.fit_range,
-        qjl=qjl,
+        qjl=coding.qjl,
         coded=coded,
         raw=raw,
-        means=cursor.take((coded.planes, coded.vectors, coded.dim), 2) if mean else None,
+        means=cursor.take((coded.planes, coded.vectors, coded.dim), 2) if coding.mean else None,
         scales=cursor.take(grid, 2),
-        codes=cursor.take((*grid, packed_size(coded.dim, bits)), 1),
-        sketch_scales=cursor.take(grid, 2) if qjl else None,
-        sketch=cursor.take((*grid, packed_size(coded.dim, 1)), 1) if qjl else None,
+        codes=cursor.take((*grid, packed_size(coded.dim, coding.bits)), 1),
+        sketch_scales=cursor.take(grid, 2) if coding.qjl else None,
+        sketch=cursor.take((*grid, packed_size(coded.dim, 1)), 1) if coding.qjl else None,
         raw_section=cursor.take(
             (sum(s.planes for s in raw), stream.tokens, stream.vectors, stream.dim), group.item_size
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from tq_offload.errors import ConfigError
 
-__all__ = ["DEFAULT_PRESET", "MEAN_MIN_TOKENS", "PRESETS", "SCALE_RULES", "SETTINGS", "CodecSpec"]
+__all__ = ["DEFAULT_PRESET", "MEAN_MIN_TOKENS", "PRESETS", "SCALE_RULES", "SETTINGS", "CodecSpec", "SideSpec"]
 
 SCALE_RULES = ("lsq", "norm", "unbiased")
 MEAN_MIN_TOKENS = 64  # below, the means would cost more than 0.25 bit an element; part of the wire format
@@ -16,6 +16,16 @@ DEFAULT_PRESET = "turboquant"
 _MAX_SEED = 2**32 - 1
 _MAX_PROTECTED = 1024
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+@dataclass(frozen=True)
+class SideSpec:
+    """What of a spec applies to the vectors of K or of V in a chunk."""
+
+    bits: int
+    rule: str
+    mean: bool
+    qjl: bool
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,13 @@ class CodecSpec:
             if name in settings:
                 changes[name] = parse(shown(name), settings[name])
         return replace(spec, **changes)  # type: ignore[arg-type]
+
+    def side(self, side: str, tokens: int) -> SideSpec:
+        """How `K` or `V` of a chunk of that many tokens is coded; part of the wire format."""
+        mean = self.mean and tokens >= MEAN_MIN_TOKENS
+        if side == "K":
+            return SideSpec(self.key_bits, self.key_rule, mean, self.qjl)
+        return SideSpec(self.value_bits, self.value_rule, mean, False)
 
     def describe(self) -> str:
         """One line for people: `K4V4, means, least-squares scale`."""

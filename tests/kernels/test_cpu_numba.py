@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from support import one_torch_thread
 
 from tq_offload import codebook
 from tq_offload.bitpack import unpack
@@ -23,6 +23,8 @@ from tq_offload.errors import LayoutError, NonFiniteError
 from tq_offload.kernels import Sections, Stream, VectorParams, cpu_numba
 from tq_offload.kernels.cpu_numba import NumbaBackend
 from tq_offload.kernels.reference import ReferenceBackend
+
+__all__ = ["one_torch_thread"]
 
 DIMS = (1, 16, 36, 64, 80, 96, 112, 127, 128, 192, 256, 576)
 BITS = tuple(range(1, 9))
@@ -36,15 +38,6 @@ ROOT = Path(__file__).parents[2]
 REFERENCE = ReferenceBackend()
 NUMBA = NumbaBackend()
 GENERIC = NumbaBackend(simd=False)
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    """Many small tensors: more threads only get in each other's way."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass

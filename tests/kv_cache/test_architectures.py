@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kv_cache.tiny_models import MODELS, OWN_CACHE, PACKABLE, exact_cache, generated, logits_of, prompt, relative_error
+from kv_cache.tiny_models import (
+    CONTEXT,
+    IDS,
+    MODELS,
+    OPTIONS,
+    OWN_CACHE,
+    PACKABLE,
+    exact_cache,
+    generated,
+    logits_of,
+    relative_error,
+)
 
 from tq_offload.kv_cache import TurboQuantCache, TurboQuantLayer
-
-OPTIONS = {"sink_tokens": 2, "window": 8, "chunk_tokens": 16}
-IDS, CONTEXT = prompt(56), 48
 
 
 @pytest.mark.parametrize("name", PACKABLE)

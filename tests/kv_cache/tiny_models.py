@@ -114,6 +114,12 @@ def prompt(tokens: int = 60, rows: int = 2) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(1))
 
 
+OPTIONS = {"sink_tokens": 2, "window": 8, "chunk_tokens": 16}
+"""Of a cache or press, so that a short prompt has tokens of every kind."""
+
+IDS, CONTEXT = prompt(56), 48
+
+
 @torch.no_grad()
 def logits_of(model: Any, cache: Any, ids: torch.Tensor, *, context: int) -> torch.Tensor:
     """Logits [B, T - context, V] of the tokens after the context, fed one by one."""

@@ -9,13 +9,15 @@ import kvpress
 import pytest
 import torch
 from kv_cache.tiny_models import (
+    CONTEXT,
+    IDS,
     MODELS,
+    OPTIONS,
     OWN_CACHE,
     PACKABLE,
     exact_cache,
     generated,
     logits_of,
-    prompt,
     relative_error,
 )  # fmt: skip
 
@@ -23,9 +25,6 @@ from tq_offload import press as press_module
 from tq_offload.hf_compat import patched_kvpress
 from tq_offload.kv_cache import TurboQuantCache, TurboQuantLayer
 from tq_offload.press import TurboQuantPress
-
-OPTIONS = {"sink_tokens": 2, "window": 8, "chunk_tokens": 16}
-IDS, CONTEXT = prompt(56), 48
 
 
 @pytest.mark.parametrize("name", PACKABLE)

@@ -94,8 +94,7 @@ class NumbaBackend:
             config = self._config(stream.dim, params, lsq=False)
             simd_tables, _held = _simd_tables(params, stream.dim, encoding=False)
             left = np.zeros(sections.scales.size, np.uint8)
-            staged = fmt if config.staged and params.dtype != "float32" else None  # f32 is written as it is
-            if not simd_decode_stream(config, grid, staged, coding, simd_tables, _address(left)):
+            if not simd_decode_stream(config, grid, _written_as(params), coding, simd_tables, _address(left)):
                 return
             coding = coding._replace(only=_address(left))
         tables, _kept = _tables(params, stream.dim)
@@ -106,10 +105,9 @@ class NumbaBackend:
         one_by_one = decode_each(self, dim, chunks)
         if not chunks or not self._covers(dim, chunks[0].params):
             return one_by_one
-        from tq_offload.kernels.simd.config import FORMATS
         from tq_offload.kernels.simd.driver import JOB_FIELDS, Place, simd_decode_jobs
 
-        params, fmt = chunks[0].params, FORMATS[chunks[0].params.dtype]
+        params = chunks[0].params
         if any(_kind(part.params) != _kind(params) for part in chunks):
             raise LayoutError("chunks that are decoded together must have one dtype, number of bits and seed")
         config = self._config(dim, params, lsq=False)
@@ -125,7 +123,7 @@ class NumbaBackend:
             job[5:] = coding.means, coding.scales, coding.codes, vectors
             vectors += part.sections.scales.size
         last = {(part.row, part.vectors - 1, part.start + part.planes * part.tokens - 1) for part in chunks}
-        staged = fmt if config.staged and params.dtype != "float32" else None  # f32 is written as it is
+        written_as = _written_as(params)
 
         def run(dst: Array, strides: Strides, _held: Any = (held, chunks)) -> None:  # what the addresses point to
             s_row, s_vector, s_token = strides
@@ -135,7 +133,7 @@ class NumbaBackend:
                 raise LayoutError("the destination is read-only")
             size, left = dst.itemsize, np.zeros(vectors, np.uint8)
             place = Place(_address(dst), dim, s_row * size, s_vector * size, s_token * size)
-            if simd_decode_jobs(config, jobs_at, len(jobs), place, staged, coding, tables, _address(left)):
+            if simd_decode_jobs(config, jobs_at, len(jobs), place, written_as, coding, tables, _address(left)):
                 one_by_one(dst, strides)
 
         jobs_at = _address(jobs)
@@ -255,6 +253,13 @@ def _check_buffer(flat: Array, params: VectorParams, end: int, least_stride: int
         raise LayoutError(f"vectors up to element {end} leave their buffer of {flat.size} elements")
     if flat.ndim != 1 or not flat.flags.c_contiguous or flat.itemsize != _ITEM_SIZES.get(params.dtype):
         raise LayoutError(f"the buffer must be 1-D, contiguous and of the item size of {params.dtype}")
+
+
+def _written_as(params: VectorParams) -> Any:
+    """The format that decoded vectors are converted to apart; None: the kernel writes bfloat16 and float32 itself."""
+    from tq_offload.kernels.simd.config import FORMATS
+
+    return None if params.dtype in ("bfloat16", "float32") else FORMATS[params.dtype]
 
 
 def _kind(params: VectorParams) -> tuple[str, int, int]:

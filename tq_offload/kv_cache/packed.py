@@ -13,7 +13,7 @@ from tq_offload.bitpack import packed_size
 from tq_offload.errors import LayoutError
 from tq_offload.kernels import Backend, Chunks, Sections, Stream, VectorParams
 from tq_offload.layout import CODED_DTYPES, MAX_HEAD_DIM, dtype_name
-from tq_offload.spec import MEAN_MIN_TOKENS, CodecSpec
+from tq_offload.spec import CodecSpec
 
 __all__ = ["Array", "PackedTokens", "flat_span", "vector_params"]
 
@@ -25,15 +25,15 @@ _BITS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.floa
 
 def vector_params(spec: CodecSpec, side: str, dtype: torch.dtype, tokens: int) -> VectorParams:
     """How the vectors of a chunk of that many tokens are coded; `side` is `K` or `V`."""
-    key = side == "K"
+    coding = spec.side(side, tokens)
     return VectorParams(
         dtype=dtype_name(dtype),
-        bits=spec.key_bits if key else spec.value_bits,
+        bits=coding.bits,
         seed=spec.seed,
-        rule=spec.key_rule if key else spec.value_rule,
-        mean=spec.mean and tokens >= MEAN_MIN_TOKENS,
+        rule=coding.rule,
+        mean=coding.mean,
         fit_range=spec.fit_range,
-        qjl=spec.qjl and key,
+        qjl=coding.qjl,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tq_offload.buffers import Array, flat_bits, section_view
+from tq_offload.buffers import Array, all_finite, flat_bits, section_view
 from tq_offload.codec import CheckedFrame
 from tq_offload.errors import CacheTypeError, FrameContentError
 from tq_offload.frame import Section, make_plan, write_checksum, write_header
@@ -166,7 +166,7 @@ def read_piece(frame: CheckedFrame, index: int, rows: int, length: int) -> Piece
     params = vector_params(plan.spec, "K", getattr(torch, group.dtype), tokens)
     piece = PackedTokens.empty(params, rows, chunks, tokens, heads, dim)
     for part, view in _sections(piece, plan.groups[index][0], frame.source):
-        if view.dtype == np.int16 and view.size and int((view & 0x7FFF).max()) >= 0x7F80:
+        if view.dtype == np.int16 and not all_finite(view.view(np.uint16), "bfloat16"):
             raise FrameContentError("a scale or mean is not finite")
         part[...] = view
     return replace(piece, length=length)
