@@ -178,6 +178,8 @@ class RemoteEngine:
             if self.loop.is_running():
                 self.run(_close(self.connector.getWrappedConnector()) if self.plain else self.connector.close())
         self._end_loop()
+        if not self.plain:
+            self.connector.frames.close(1.0)  # where the connector's own close could not run: the loop was gone
         gc.collect()
         logging.getLogger(memory_management.__name__).removeHandler(self.lost)
         self.cpu.memory_allocator.close()

@@ -26,6 +26,24 @@ def _needs_lmcache() -> None:
     pytest.importorskip("lmcache", reason="these tests need the extra [lmcache]")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_kernels(_needs_lmcache: None) -> None:
+    """On a new machine the first read would else wait for the compiler, and count as a miss for being late."""
+    from tq_offload.codec import TurboQuantCodec
+
+    for head_dim in (64, 80, 128):
+        TurboQuantCodec().warm_up(head_dim)
+
+
+@pytest.fixture(autouse=True)
+def _no_open_stores() -> Iterator[None]:
+    """A test that leaves a store open would be seen in `tq_offload_connectors.status()` of the next one."""
+    import tq_offload_connectors
+
+    yield
+    assert tq_offload_connectors.status() == []
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     folder = tmp_path / "model"
