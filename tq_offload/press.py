@@ -212,9 +212,14 @@ class _Session:
         return run
 
     def expect(self, module: Any, _inputs: Any, kwargs: dict[str, Any]) -> None:
-        """Before attention: a layer that is packed already, and empty again, must not pack before the other press."""
+        """Before attention: a layer that is packed already, and empty again, must not pack before the other press.
+
+        What cannot be packed is refused now, not when its layer has taken the tokens: transformers 4.57 catches a
+        TypeError of a model's layers and runs them again.
+        """
         layers = getattr(hook_cache(kwargs), "layers", ())
         layer = layers[module.layer_idx] if module.layer_idx < len(layers) else None
+        _kind(layer)
         if isinstance(layer, TurboQuantLayer):
             layer.waiting = not self.ending
 
@@ -310,13 +315,7 @@ def _replace(
 ) -> TurboQuantLayer | None:
     """Put a packed layer in place of the layer `index` of a cache; None if that is to be left as it is."""
     layer = held[index]
-    kind = layer_kind(layer)
-    if kind in ("static", "quantized"):
-        raise CacheTypeError(
-            f"a {type(layer).__name__} cannot be packed: use DynamicCache() or TurboQuantCache(), and neither "
-            "cache_implementation nor cache_config"
-        )
-    if kind != "full" or protected(options.spec, index, layers):
+    if _kind(layer) != "full" or protected(options.spec, index, layers):
         return None
     if layer.keys.shape[2] < new_tokens:  # evicted before this press could see in which order
         options = replace(options, sink_tokens=0, window=0)
@@ -326,6 +325,17 @@ def _replace(
         other.last = False
     held[index] = new = TurboQuantLayer.adopt(layer, options, index=index, workspace=workspace)
     return new
+
+
+def _kind(layer: Any) -> str:
+    """The kind of a cache layer. Raises CacheTypeError where transformers keeps tokens in a form of its own."""
+    kind = layer_kind(layer)
+    if kind in ("static", "quantized"):
+        raise CacheTypeError(
+            f"a {type(layer).__name__} cannot be packed: use DynamicCache() or TurboQuantCache(), and neither "
+            "cache_implementation nor cache_config"
+        )
+    return kind
 
 
 def _left_padding(mask: Any, rows: int, tokens: int) -> tuple[int, ...] | None:
