@@ -10,7 +10,7 @@ from support import make_tensor
 
 from tq_offload.codec import cache_key_digest, model_fingerprint
 from tq_offload.layout import ChunkLayout, GroupLayout
-from tq_offload.spec import CodecSpec
+from tq_offload.spec import PRESETS, CodecSpec
 
 # name: spec, then (shape, dtype, what is known) of every group
 CASES: dict[str, tuple[CodecSpec, list[tuple[tuple[int, ...], str, dict]]]] = {
@@ -37,7 +37,15 @@ CASES: dict[str, tuple[CodecSpec, list[tuple[tuple[int, ...], str, dict]]]] = {
             ((2, 1, 0, 64), "bfloat16", {"head_dim": 64}),
         ],
     ),
+    "outliers_fp16_odd": (CodecSpec(3, 4, key_outliers=3), [((1, 2, 67, 160), "float16", {"head_dim": 40})]),
+    "outliers_qjl_short": (
+        CodecSpec(2, 2, qjl=True, key_outliers=8, key_rule="unbiased"),
+        [((2, 2, 3, 96), "float32", {"head_dim": 96})],
+    ),
+    "latent_4d": (CodecSpec(), [((1, 2, 9, 64), "bfloat16", {"latent": True})]),
+    "packed_4d": (CodecSpec(), [((1, 2, 9, 256), "bfloat16", {"head_dim": 64, "latent": False})]),
 }
+CASES |= {f"preset_{name}": (spec, [((2, 2, 66, 128), "bfloat16", {"head_dim": 64})]) for name, spec in PRESETS.items()}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -78,8 +79,7 @@ def parts(store: Any) -> list[torch.Tensor]:
             if isinstance(side, torch.Tensor):
                 found.append(side)
             else:
-                names = ("codes", "scales", "means", "sketch_scales", "sketch")
-                found += [part for name in names if (part := getattr(side, name)) is not None]
+                found += [part for field in fields(side) if isinstance(part := getattr(side, field.name), torch.Tensor)]
     return found
 
 

@@ -15,6 +15,7 @@ from tq_offload.frame import (
     UNBOUND,
     FrameHeader,
     FramePlan,
+    Section,
     StreamPlan,
     digest,
     make_plan,
@@ -266,12 +267,14 @@ def _match_header(header: FrameHeader, layout: ChunkLayout | None, key: bytes | 
 
 
 def _check_content(plan: FramePlan, frame: Array) -> None:
-    """Scales and means are finite in every frame that an encoder wrote."""
+    """Scales, means and ranges are finite in every frame that an encoder wrote, and channels inside the vector."""
     for group in plan.groups:
         for p in group:
             for section in (p.means, p.scales, p.sketch_scales):
                 if section is not None and not all_finite(section_view(frame, section, np.uint16), "bfloat16"):
                     raise FrameContentError("a scale or mean is not finite")
+            if not _stream_sections(p, frame).outliers_fit(p.coded.dim):
+                raise FrameContentError("the outlier channels are not what an encoder writes")
 
 
 def _digest(value: bytes) -> bytes:
@@ -289,14 +292,22 @@ def _raw_planes(grids: Sequence[Stream], raw: Array, flat: Array) -> Iterator[tu
 
 
 def _params(plan: StreamPlan, group: GroupLayout, spec: CodecSpec) -> VectorParams:
-    return VectorParams(group.dtype, plan.bits, spec.seed, plan.rule, plan.mean, plan.fit_range, plan.qjl)
+    return VectorParams(
+        group.dtype, plan.bits, spec.seed, plan.rule, plan.mean, plan.fit_range, plan.qjl, plan.outliers
+    )
 
 
 def _stream_sections(plan: StreamPlan, frame: Array) -> Sections:
+    def view(section: Section | None, dtype: Any) -> Any:
+        return None if section is None else section_view(frame, section, dtype)
+
     return Sections(
-        means=None if plan.means is None else section_view(frame, plan.means, np.uint16),
-        scales=section_view(frame, plan.scales, np.uint16),
-        codes=section_view(frame, plan.codes, np.uint8),
-        sketch_scales=None if plan.sketch_scales is None else section_view(frame, plan.sketch_scales, np.uint16),
-        sketch=None if plan.sketch is None else section_view(frame, plan.sketch, np.uint8),
+        means=view(plan.means, np.uint16),
+        scales=view(plan.scales, np.uint16),
+        codes=view(plan.codes, np.uint8),
+        sketch_scales=view(plan.sketch_scales, np.uint16),
+        sketch=view(plan.sketch, np.uint8),
+        outlier_channels=view(plan.outlier_channels, np.uint16),
+        outlier_ranges=view(plan.outlier_ranges, np.float32),
+        outlier_codes=view(plan.outlier_codes, np.uint8),
     )

@@ -27,7 +27,7 @@ from tq_offload.errors import (
     UnsupportedVersionError,
 )
 from tq_offload.layout import ChunkLayout, GroupLayout, Stream
-from tq_offload.spec import CodecSpec
+from tq_offload.spec import OUTLIER_BITS, CodecSpec
 
 __all__ = [
     "DIGEST_SIZE",
@@ -58,7 +58,7 @@ _MAX_GROUPS = 256
 _MAX_LENGTH = 1 << 40
 _SPEC_KEYS = {
     "kb": "key_bits", "vb": "value_bits", "seed": "seed", "mean": "mean", "kr": "key_rule", "vr": "value_rule",
-    "fit": "fit_range", "qjl": "qjl", "first": "protect_first", "last": "protect_last",
+    "fit": "fit_range", "qjl": "qjl", "ko": "key_outliers", "first": "protect_first", "last": "protect_last",
 }  # fmt: skip
 
 
@@ -82,11 +82,15 @@ class StreamPlan:
     mean: bool
     fit_range: bool
     qjl: bool
+    outliers: int
     coded: Stream
     raw: tuple[Stream, ...]
     means: Section | None
     scales: Section
     codes: Section
+    outlier_channels: Section | None
+    outlier_ranges: Section | None
+    outlier_codes: Section | None
     sketch_scales: Section | None
     sketch: Section | None
     raw_section: Section | None
@@ -180,6 +184,8 @@ def _plan_stream(side: str, stream: Stream, group: GroupLayout, spec: CodecSpec,
     protect = (spec.protect_first, spec.protect_last) if group.layered else (0, 0)
     coded, raw = _split(stream, *protect)
     grid = (coded.planes, coded.tokens, coded.vectors)
+    outliers = coding.outliers_of(coded.dim)
+    columns = (coded.planes, coded.vectors, outliers)
     return StreamPlan(
         side=side,
         bits=coding.bits,
@@ -187,11 +193,15 @@ def _plan_stream(side: str, stream: Stream, group: GroupLayout, spec: CodecSpec,
         mean=coding.mean,
         fit_range=spec.fit_range,
         qjl=coding.qjl,
+        outliers=outliers,
         coded=coded,
         raw=raw,
         means=cursor.take((coded.planes, coded.vectors, coded.dim), 2) if coding.mean else None,
         scales=cursor.take(grid, 2),
         codes=cursor.take((*grid, packed_size(coded.dim, coding.bits)), 1),
+        outlier_channels=cursor.take(columns, 2) if outliers else None,
+        outlier_ranges=cursor.take((*columns, 2), 4) if outliers else None,
+        outlier_codes=cursor.take((*grid, packed_size(outliers, OUTLIER_BITS)), 1) if outliers else None,
         sketch_scales=cursor.take(grid, 2) if coding.qjl else None,
         sketch=cursor.take((*grid, packed_size(coded.dim, 1)), 1) if coding.qjl else None,
         raw_section=cursor.take(
@@ -229,7 +239,8 @@ def _sections(plan: FramePlan) -> list[Section]:
     found = [s for s in plan.opaque if s is not None]
     for group in plan.groups:
         for p in group:
-            parts = (p.means, p.scales, p.codes, p.sketch_scales, p.sketch, p.raw_section)
+            outliers = (p.outlier_channels, p.outlier_ranges, p.outlier_codes)
+            parts = (p.means, p.scales, p.codes, *outliers, p.sketch_scales, p.sketch, p.raw_section)
             found.extend(s for s in parts if s is not None)
     return sorted(found, key=lambda s: s.offset)
 

@@ -7,11 +7,23 @@ from dataclasses import dataclass, fields, replace
 
 from tq_offload.errors import ConfigError
 
-__all__ = ["DEFAULT_PRESET", "MEAN_MIN_TOKENS", "PRESETS", "SCALE_RULES", "SETTINGS", "CodecSpec", "SideSpec"]
+__all__ = [
+    "DEFAULT_PRESET",
+    "MAX_OUTLIERS",
+    "MEAN_MIN_TOKENS",
+    "PRESETS",
+    "SCALE_RULES",
+    "SETTINGS",
+    "CodecSpec",
+    "SideSpec",
+]
 
 SCALE_RULES = ("lsq", "norm", "unbiased")
 MEAN_MIN_TOKENS = 64  # below, the means would cost more than 0.25 bit an element; part of the wire format
 DEFAULT_PRESET = "turboquant"
+
+OUTLIER_BITS = 4  # of their coarse codes
+MAX_OUTLIERS = 64  # channels of a vector; never more than a quarter of them
 
 _MAX_SEED = 2**32 - 1
 _MAX_PROTECTED = 1024
@@ -26,6 +38,11 @@ class SideSpec:
     rule: str
     mean: bool
     qjl: bool
+    outliers: int
+
+    def outliers_of(self, dim: int) -> int:
+        """Channels of a vector of that many elements that are coded apart; part of the wire format."""
+        return min(self.outliers, dim // 4)
 
 
 @dataclass(frozen=True)
@@ -41,6 +58,8 @@ class CodecSpec:
         value_rule: Scale rule of V.
         fit_range: Stretch the quantizer of a vector by its largest coordinate (`codebook.RANGE_FIT`).
         qjl: Add a 1-bit sketch of the residual of K (QJL, arXiv 2406.03482).
+        key_outliers: Channels of K, those of highest energy in a chunk, layer and head, that get a coarse code of their
+            own first; for models with biased keys. At most a quarter of head_dim is.
         protect_first: First layers of a chunk that are stored as they are.
         protect_last: Last layers likewise.
 
@@ -56,6 +75,7 @@ class CodecSpec:
     value_rule: str = "lsq"
     fit_range: bool = True
     qjl: bool = False
+    key_outliers: int = 0
     protect_first: int = 0
     protect_last: int = 0
 
@@ -63,6 +83,7 @@ class CodecSpec:
         _check_int("key_bits", self.key_bits, 1, 8)
         _check_int("value_bits", self.value_bits, 1, 8)
         _check_int("seed", self.seed, 0, _MAX_SEED)
+        _check_int("key_outliers", self.key_outliers, 0, MAX_OUTLIERS)
         _check_int("protect_first", self.protect_first, 0, _MAX_PROTECTED)
         _check_int("protect_last", self.protect_last, 0, _MAX_PROTECTED)
         for name in ("mean", "fit_range", "qjl"):
@@ -112,8 +133,8 @@ class CodecSpec:
         """How `K` or `V` of a chunk of that many tokens is coded; part of the wire format."""
         mean = self.mean and tokens >= MEAN_MIN_TOKENS
         if side == "K":
-            return SideSpec(self.key_bits, self.key_rule, mean, self.qjl)
-        return SideSpec(self.value_bits, self.value_rule, mean, False)
+            return SideSpec(self.key_bits, self.key_rule, mean, self.qjl, self.key_outliers if tokens else 0)
+        return SideSpec(self.value_bits, self.value_rule, mean, False, 0)
 
     def describe(self) -> str:
         """One line for people: `K4V4, means, least-squares scale`."""
@@ -125,6 +146,8 @@ class CodecSpec:
             parts.append(f"{rules[self.key_rule]} scale")
         else:
             parts.append(f"{rules[self.key_rule]} K and {rules[self.value_rule]} V scale")
+        if self.key_outliers:
+            parts.append(f"{self.key_outliers} outlier channels of K")
         if self.qjl:
             parts.append("QJL")
         if self.protect_first or self.protect_last:
@@ -174,6 +197,7 @@ _PARSERS: dict[str, Callable[[str, object], object]] = {
     "value_rule": _to_rule,
     "fit_range": _to_bool,
     "qjl": _to_bool,
+    "key_outliers": lambda name, value: _to_int(name, value, 0, MAX_OUTLIERS),
     "protect_first": lambda name, value: _to_int(name, value, 0, _MAX_PROTECTED),
     "protect_last": lambda name, value: _to_int(name, value, 0, _MAX_PROTECTED),
 }
@@ -183,10 +207,12 @@ SETTINGS = ("preset", "bits", *(f.name for f in fields(CodecSpec)))
 # `nc` is the norm correction of vLLM and LMCache. Ours take off means as well, which costs 16 / T bits an element.
 PRESETS: dict[str, CodecSpec] = {
     "turboquant": CodecSpec(),
+    "turboquant_robust": CodecSpec(key_outliers=8),
+    "turboquant_k4v3": CodecSpec(value_bits=3),
+    "turboquant_3bit": CodecSpec(key_bits=3, value_bits=3, key_outliers=6),
     "turboquant_k8v4": CodecSpec(key_bits=8, value_bits=4),
     "turboquant_4bit_nc": CodecSpec(key_rule="norm", value_rule="norm"),
     "turboquant_k3v4_nc": CodecSpec(key_bits=3, value_bits=4, key_rule="norm", value_rule="norm"),
     "turboquant_3bit_nc": CodecSpec(key_bits=3, value_bits=3, key_rule="norm", value_rule="norm"),
-    "turboquant_3bit": CodecSpec(key_bits=3, value_bits=3, protect_first=2, protect_last=2),
     "turboquant_k8v8": CodecSpec(key_bits=8, value_bits=8),
 }

@@ -1,6 +1,6 @@
-"""Make the golden frames of wire format v1. Run by hand, never by a test; see docs/wire-format.md.
+"""Add golden frames of wire format v1 for new cases. Run by hand, never by a test; see docs/wire-format.md.
 
-While v1 is a draft the files may be made anew, in a commit that says so; afterwards never.
+v1 is frozen: a frame that is there is never written again, and a case that would change one is an error.
 
 usage: PYTHONPATH=.:tests python tests/golden/make_golden.py
 """
@@ -18,13 +18,16 @@ HERE = Path(__file__).parent
 
 
 def main() -> None:
-    """Write one frame a case and the digest of the values that it decodes to."""
-    decoded = {}
+    """Write one frame for each new case, and the digest of the values that it decodes to."""
+    decoded = json.loads((HERE / "decoded.json").read_text())
     for name in CASES:
+        path = HERE / f"{name}.tqkv"
         case = make_case(name)
         codec = TurboQuantCodec(case.spec, "reference")
         frame = codec.encode(case.tensors, case.layout, key=case.key, model=case.model)
-        (HERE / f"{name}.tqkv").write_bytes(frame)
+        if path.exists() and path.read_bytes() != frame:
+            raise SystemExit(f"{name}: the frame would change; v1 is frozen: write a new format, or mend the codec")
+        path.write_bytes(frame)
         decoded[name] = [case.digest_of(t) for t in codec.decode(frame)]
         print(f"{name}: {len(frame)} bytes")
     (HERE / "decoded.json").write_text(json.dumps(decoded, indent=1) + "\n")

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,7 @@ def chunk_of(x: torch.Tensor) -> Chunk:
 def sections(stream: Stream, params: VectorParams) -> Sections:
     """Filled with ones, so that a byte that is not written shows."""
     P, T, J, D = stream.planes, stream.tokens, stream.vectors, stream.dim
+    k = params.outliers
 
     def full(dtype: Any, *shape: int) -> np.ndarray:
         return np.full(shape, 0xFF, dtype)
@@ -81,6 +82,9 @@ def sections(stream: Stream, params: VectorParams) -> Sections:
         codes=full(np.uint8, P, T, J, (D * params.bits + 7) // 8),
         sketch_scales=full(np.uint16, P, T, J) if params.qjl else None,
         sketch=full(np.uint8, P, T, J, (D + 7) // 8) if params.qjl else None,
+        outlier_channels=full(np.uint16, P, J, k) if k else None,
+        outlier_ranges=full(np.float32, P, J, k, 2) if k else None,
+        outlier_codes=full(np.uint8, P, T, J, (k + 1) // 2) if k else None,
     )
 
 
@@ -89,7 +93,7 @@ def assert_same(c: Chunk, params: VectorParams, backend: Any = NUMBA, oracle: An
     wanted, found = sections(c.stream, params), sections(c.stream, params)
     oracle.encode(c.flat, c.stream, params, wanted)
     backend.encode(c.flat, c.stream, params, found)
-    for name in ("means", "scales", "codes", "sketch_scales", "sketch"):
+    for name in (f.name for f in fields(Sections)):
         np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name), f"{name} of {c.stream} {params}")
     first, second = (np.full(c.flat.nbytes, 7, np.uint8).view(c.flat.dtype) for _ in range(2))
     oracle.decode(first, c.stream, params, wanted)
@@ -139,6 +143,60 @@ def test_rules(rule: str, fit_range: bool, mean: bool) -> None:
 def test_qjl(dim: int) -> None:
     for bits, rule in ((2, "lsq"), (3, "unbiased")):
         assert_same(chunk(1, 70, 2, dim), replace(DEFAULTS, bits=bits, rule=rule, qjl=True, mean=bits == 3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [16, 36, 64, 80, 128, 576])
+def test_outlier_channels(dim: int, dtype: str) -> None:
+    for tokens, count, mean in ((1, 1, False), (15, 4, False), (70, 3, True), (257, 8, True)):
+        x = chunk(2, tokens, 3, dim, dtype, seed=dim + tokens, scale=0.5)
+        params = replace(DEFAULTS, dtype=dtype, outliers=min(count, dim // 4), mean=mean)
+        for backend in (NUMBA, GENERIC):
+            assert_same(x, params, backend)
+    assert_same(x, replace(params, bits=3, rule="unbiased", qjl=True))
+    assert_same(x, replace(params, bits=2, rule="norm", fit_range=False))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-38, 1e-42, 1e30, 3e38])
+def test_outlier_channels_of_any_size(scale: float) -> None:
+    for dtype in ("bfloat16", "float32"):
+        x = torch.randn(2, 70, 2, 64, generator=torch.Generator().manual_seed(1)).clamp(-1, 1)
+        x[..., 5] *= scale
+        x[..., 7] = scale  # a constant: no range
+        x[:, :3] *= 1e-3
+        assert_same(chunk_of(x.to(getattr(torch, dtype))), replace(DEFAULTS, dtype=dtype, outliers=4))
+
+
+def test_outlier_channels_of_equal_energy_are_the_first_ones() -> None:
+    c = chunk_of(torch.ones(1, 20, 1, 64, dtype=torch.bfloat16))
+    params = replace(DEFAULTS, outliers=5, mean=False)
+    assert_same(c, params)
+    out = sections(c.stream, params)
+    NUMBA.encode(c.flat, c.stream, params, out)
+    assert out.outlier_channels is not None
+    assert out.outlier_channels.tolist() == [[[0, 1, 2, 3, 4]]]
+
+
+@pytest.mark.parametrize("backend", [NUMBA, GENERIC, REFERENCE], ids=["simd", "generic", "reference"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_non_finite_outlier_channels(backend: Any, value: float) -> None:
+    for t, channel in ((0, 5), (69, 5), (30, 40)):
+        x = torch.randn(1, 70, 2, 64).to(torch.bfloat16)
+        x[..., 5] += 50
+        x[0, t, 1, channel] = value
+        c, params = chunk_of(x), replace(DEFAULTS, outliers=2)
+        with pytest.raises(NonFiniteError):
+            backend.encode(c.flat, c.stream, params, sections(c.stream, params))
+
+
+@pytest.mark.parametrize("channels", [[64, 65], [3, 3], [9, 2]])
+def test_channels_that_no_encoder_writes_are_refused(channels: list[int]) -> None:
+    c, params = chunk(1, 20, 1, 64), replace(DEFAULTS, outliers=2, mean=False)
+    out = sections(c.stream, params)
+    NUMBA.encode(c.flat, c.stream, params, out)
+    out.outlier_channels[...] = channels
+    with pytest.raises(LayoutError, match="ascend"):
+        NUMBA.decode(c.flat.copy(), c.stream, params, out)
 
 
 def layouts(L: int, T: int, H: int, D: int) -> dict[str, list[tuple[int, int, int, int]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from itertools import pairwise
 
 import numpy as np
@@ -13,7 +14,7 @@ from support import layout_of
 from tq_offload.buffers import section_view
 from tq_offload.codec import TurboQuantCodec
 from tq_offload.errors import LayoutError, NonFiniteError
-from tq_offload.kernels import get_backend
+from tq_offload.kernels import Sections, get_backend
 from tq_offload.kv_cache.packed import PackedTokens, flat_span, vector_params
 from tq_offload.spec import CodecSpec
 
@@ -22,16 +23,17 @@ SPECS = (
     CodecSpec(3, 4, seed=7, mean=False),
     CodecSpec(8, 4, key_rule="norm", value_rule="unbiased", fit_range=False),
     CodecSpec(3, 5, qjl=True, key_rule="unbiased"),
+    CodecSpec(key_outliers=5),
 )
 CASES = [(spec, 64, "bfloat16") for spec in SPECS] + [(SPECS[0], 128, "bfloat16"), (SPECS[1], 80, "float16")]
-NAMES = ("codes", "scales", "means", "sketch_scales", "sketch")
+NAMES = tuple(f.name for f in fields(Sections))
 
 
 def pack(
     x: torch.Tensor, side: str = "K", chunk: int = 256, spec: CodecSpec = SPECS[0], backend: str = "numba"
 ) -> PackedTokens:
     tokens = min(chunk, x.shape[2])
-    return PackedTokens.encode(get_backend(backend), x, vector_params(spec, side, x.dtype, tokens), chunk)
+    return PackedTokens.encode(get_backend(backend), x, vector_params(spec, side, x.dtype, tokens, x.shape[3]), chunk)
 
 
 def unpack(packed: PackedTokens) -> torch.Tensor:

@@ -26,6 +26,7 @@ SPECS = {
     "K3 V8": CodecSpec(key_bits=3, value_bits=8, value_rule="norm"),
     "K8 V3": CodecSpec(key_bits=8, value_bits=3, key_rule="unbiased", seed=7),
     "QJL": CodecSpec(key_bits=3, qjl=True),
+    "outliers": CodecSpec(key_outliers=4),
     "no means": CodecSpec(mean=False, fit_range=False),
 }
 
@@ -135,6 +136,7 @@ def test_any_history(data: st.DataObject) -> None:
     cache = TurboQuantCache(
         bits=data.draw(st.integers(1, 8)),
         qjl=data.draw(st.booleans()),
+        key_outliers=data.draw(st.sampled_from([0, 3])),
         sink_tokens=data.draw(st.integers(0, 6)),
         window=data.draw(st.integers(0, 40)),
         chunk_tokens=data.draw(st.sampled_from([16, 64])),

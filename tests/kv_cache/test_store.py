@@ -80,7 +80,7 @@ def test_the_packed_tokens_are_those_of_packed_tokens() -> None:
     backend = get_backend()
     for side, x in (("K", k), ("V", v)):
         for run, (start, stop, chunk) in zip(store.runs, ((0, 64, 32), (64, 76, 12)), strict=False):
-            params = vector_params(SMALL.spec, side, x.dtype, chunk)
+            params = vector_params(SMALL.spec, side, x.dtype, chunk, x.shape[3])
             wanted = PackedTokens.encode(backend, x[:, :, start:stop], params, chunk)
             assert isinstance(run, PackedRun)
             assert torch.equal(run.of(side).codes, wanted.codes)

@@ -22,6 +22,7 @@ SPECS = st.builds(
     value_rule=st.sampled_from(SCALE_RULES),
     fit_range=st.booleans(),
     qjl=st.booleans(),
+    key_outliers=st.integers(0, 9),
     protect_first=st.integers(0, 2),
     protect_last=st.integers(0, 2),
 )

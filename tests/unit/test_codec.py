@@ -28,6 +28,7 @@ SPECS = [
     CodecSpec(),
     CodecSpec(mean=False, fit_range=False, key_rule="norm", value_rule="unbiased"),
     CodecSpec(3, 5, seed=11, qjl=True, protect_first=1, protect_last=1),
+    CodecSpec(key_outliers=8, protect_last=1),
 ]
 
 

@@ -59,7 +59,7 @@ def test_an_error_names_setting_value_and_the_allowed(settings: dict[str, object
 def test_the_list_of_settings_is_complete() -> None:
     assert set(SETTINGS) == {
         "preset", "bits", "key_bits", "value_bits", "seed", "mean", "key_rule", "value_rule", "fit_range", "qjl",
-        "protect_first", "protect_last",
+        "key_outliers", "protect_first", "protect_last",
     }  # fmt: skip
 
 

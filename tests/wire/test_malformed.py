@@ -54,10 +54,10 @@ def sealed(data: bytes) -> bytes:
 
 
 def with_header(header: object, raw: bytes | None = None) -> bytes:
-    """The frame with another header in place, padded or cut to keep the sections where they are, sealed."""
+    """The frame with another header in place of its own, padded, or over the sections if longer; sealed."""
     packed = msgpack.packb(header) if raw is None else raw
-    room = -(-(32 + HEADER_LENGTH) // 64) * 64
-    body = (packed + bytes(room))[: room - 32] + FRAME[room:]
+    room = max(-(-(32 + HEADER_LENGTH) // 64) * 64, 32 + len(packed))
+    body = (packed + bytes(room - 32 - len(packed)) + FRAME[room:])[: len(FRAME) - 32]
     return sealed(FRAME[:12] + struct.pack("<I", len(packed)) + FRAME[16:32] + body)
 
 

@@ -32,6 +32,7 @@ class VectorParams:
     mean: bool
     fit_range: bool
     qjl: bool
+    outliers: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Sections:
     """Views into a frame, C-contiguous and aligned: P planes, T tokens, J vectors, D elements.
 
     means u16 [P, J, D] (bf16 bits) or None, scales u16 [P, T, J], codes u8 [P, T, J, ceil(D*bits/8)],
-    sketch_scales u16 [P, T, J] and sketch u8 [P, T, J, ceil(D/8)] or None.
+    sketch_scales u16 [P, T, J] and sketch u8 [P, T, J, ceil(D/8)] or None. With k outlier channels: outlier_channels
+    u16 [P, J, k], ascending, outlier_ranges f32 [P, J, k, 2] and outlier_codes u8 [P, T, J, ceil(k/2)]; else None.
     """
 
     means: U16 | None
@@ -47,6 +49,17 @@ class Sections:
     codes: U8
     sketch_scales: U16 | None
     sketch: U8 | None
+    outlier_channels: U16 | None = None
+    outlier_ranges: npt.NDArray[np.float32] | None = None
+    outlier_codes: U8 | None = None
+
+    def outliers_fit(self, dim: int) -> bool:
+        """True if the channels ascend inside a vector of `dim` elements and the ranges are finite."""
+        if self.outlier_channels is None or self.outlier_ranges is None:
+            return True
+        channels = self.outlier_channels.astype(np.int32)
+        ascending = bool((np.diff(channels, axis=-1) > 0).all())
+        return ascending and bool((channels < dim).all() and np.isfinite(self.outlier_ranges).all())
 
 
 @dataclass(frozen=True)

@@ -56,10 +56,13 @@ class NumbaBackend:
         if not stream.planes * stream.tokens * stream.vectors:
             return
         from tq_offload.kernels import stream_loops as loops
+        from tq_offload.kernels.outlier_loops import split_outliers
         from tq_offload.kernels.simd.config import FORMATS, KernelConfig
 
         _check(src, stream, params, out)
         grid, coding, fmt = _grid(src, stream), _coding(params, out), FORMATS[params.dtype]
+        if params.outliers and not split_outliers(KernelConfig(), grid, fmt, coding):
+            raise NonFiniteError("NaN or Inf in the KV chunk")
         if self._covers(stream.dim, params):
             from tq_offload.kernels.simd.driver import simd_encode_stream
 
@@ -72,7 +75,7 @@ class NumbaBackend:
                 return
             coding = coding._replace(only=_address(left))
         elif coding.means:
-            loops.mean_stream(KernelConfig(), grid, fmt, coding.means)
+            loops.mean_stream(KernelConfig(), grid, fmt, coding)
         tables, _kept = _tables(params, stream.dim)
         if not loops.encode_stream(KernelConfig(), grid, fmt, coding, _sketch(params, out), tables):
             raise NonFiniteError("NaN or Inf in the KV chunk")
@@ -85,6 +88,7 @@ class NumbaBackend:
         from tq_offload.kernels.simd.config import FORMATS, KernelConfig
 
         _check(dst, stream, params, sections)
+        _check_outliers(stream.dim, sections)
         if not dst.flags.writeable:
             raise LayoutError("the destination is read-only")
         grid, coding, fmt = _grid(dst, stream), _coding(params, sections), FORMATS[params.dtype]
@@ -109,7 +113,7 @@ class NumbaBackend:
 
         params = chunks[0].params
         if any(_kind(part.params) != _kind(params) for part in chunks):
-            raise LayoutError("chunks that are decoded together must have one dtype, number of bits and seed")
+            raise LayoutError("chunks that are decoded together must have one dtype, number of bits, outliers and seed")
         config = self._config(dim, params, lsq=False)
         tables, held = _simd_tables(params, dim, encoding=False)
         jobs = np.zeros((len(chunks), JOB_FIELDS), np.int64)
@@ -118,9 +122,11 @@ class NumbaBackend:
             if min(part.row, part.start) < 0:
                 raise LayoutError(f"chunks from row {part.row}, token {part.start} on leave their buffer")
             _check_sections(part.stream(dim, (0, 0, 0)), part.params, part.sections)
+            _check_outliers(dim, part.sections)
             coding = _coding(part.params, part.sections)
             job[:5] = part.row, part.start, part.planes, part.tokens, part.vectors
-            job[5:] = coding.means, coding.scales, coding.codes, vectors
+            job[5:8] = coding.means, coding.scales, coding.codes
+            job[8:] = coding.outlier_channels, coding.outlier_ranges, coding.outlier_codes, vectors
             vectors += part.sections.scales.size
         last = {(part.row, part.vectors - 1, part.start + part.planes * part.tokens - 1) for part in chunks}
         written_as = _written_as(params)
@@ -192,7 +198,7 @@ def _address(array: Array | None) -> int:
 
 
 def _grid(flat: Array, stream: Stream) -> Any:
-    from tq_offload.kernels.stream_loops import Grid
+    from tq_offload.kernels.grid_loops import Grid
 
     size = flat.itemsize
     return Grid(
@@ -208,7 +214,7 @@ def _grid(flat: Array, stream: Stream) -> Any:
 
 
 def _coding(params: VectorParams, sections: Sections, only: Array | None = None) -> Any:
-    from tq_offload.kernels.stream_loops import RULES, Coding
+    from tq_offload.kernels.grid_loops import RULES, Coding
 
     alpha, beta = codebook.RANGE_FIT[params.bits] if params.fit_range else (1.0, 0.0)
     means = sections.means if params.mean else None
@@ -221,6 +227,10 @@ def _coding(params: VectorParams, sections: Sections, only: Array | None = None)
         _address(only),
         np.float32(alpha),
         np.float32(beta),
+        params.outliers,
+        _address(sections.outlier_channels),
+        _address(sections.outlier_ranges),
+        _address(sections.outlier_codes),
     )
 
 
@@ -262,8 +272,8 @@ def _written_as(params: VectorParams) -> Any:
     return None if params.dtype in ("bfloat16", "float32") else FORMATS[params.dtype]
 
 
-def _kind(params: VectorParams) -> tuple[str, int, int]:
-    return params.dtype, params.bits, params.seed
+def _kind(params: VectorParams) -> tuple[str, int, int, int]:
+    return params.dtype, params.bits, params.seed, params.outliers
 
 
 def _check_sections(stream: Stream, params: VectorParams, sections: Sections) -> None:
@@ -276,7 +286,21 @@ def _check_sections(stream: Stream, params: VectorParams, sections: Sections) ->
         wanted.append(("means", np.uint16, (P, J, D)))
     if params.qjl:
         wanted += [("sketch_scales", np.uint16, (P, T, J)), ("sketch", np.uint8, (P, T, J, (D + 7) // 8))]
+    if params.outliers:
+        if params.outliers > D:
+            raise LayoutError(f"{params.outliers} outlier channels in vectors of {D} elements")
+        wanted += [
+            ("outlier_channels", np.uint16, (P, J, params.outliers)),
+            ("outlier_ranges", np.float32, (P, J, params.outliers, 2)),
+            ("outlier_codes", np.uint8, (P, T, J, (params.outliers + 1) // 2)),
+        ]
     for name, dtype, shape in wanted:
         section = getattr(sections, name)
         if section is None or section.shape != shape or section.dtype != dtype or not section.flags.c_contiguous:
             raise LayoutError(f"section {name} must be contiguous {np.dtype(dtype)} of shape {shape}")
+
+
+def _check_outliers(dim: int, sections: Sections) -> None:
+    """The kernels write where the channels of a frame say."""
+    if not sections.outliers_fit(dim):
+        raise LayoutError(f"outlier channels that do not ascend inside a vector of {dim} elements")

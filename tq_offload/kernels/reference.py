@@ -9,6 +9,7 @@ import torch
 
 from tq_offload.errors import NonFiniteError
 from tq_offload.kernels.base import Array, Chunks, Decoder, Sections, Stream, VectorParams, decode_each
+from tq_offload.outliers import Outliers, add_coarse, split_outliers, take_coarse
 from tq_offload.quantizer import EncodedVectors, chunk_mean, decode_vectors, encode_vectors, to_bf16_bits
 
 __all__ = ["ReferenceBackend"]
@@ -41,11 +42,20 @@ class ReferenceBackend:
         v = _vectors(writable, stream, getattr(torch, params.dtype)).to(torch.float32)
         if not bool(torch.isfinite(v).all()):
             raise NonFiniteError("NaN or Inf in the KV chunk")
+        apart = None
+        if out.outlier_channels is not None and out.outlier_ranges is not None and out.outlier_codes is not None:
+            apart = split_outliers(v, params.outliers)
+            out.outlier_channels[...], out.outlier_ranges[...] = apart.channels, apart.ranges
+            out.outlier_codes[...] = apart.codes
         mean = None
         if params.mean and out.means is not None:
             per_channel = chunk_mean(v)
+            if apart is not None:
+                per_channel = per_channel.scatter(-1, torch.from_numpy(apart.channels.astype(np.int64)), 0.0)
             out.means[...] = to_bf16_bits(per_channel)
             mean = _mean_of_each(per_channel, stream)
+        if apart is not None:
+            v = take_coarse(v, apart)
         e = encode_vectors(
             v.reshape(-1, stream.dim),
             mean,
@@ -78,9 +88,13 @@ class ReferenceBackend:
             values = (sections.means.astype(np.uint32) << 16).view(np.float32)
             mean = _mean_of_each(torch.from_numpy(values), stream)
         out = decode_vectors(e, mean, dim=stream.dim, bits=params.bits, seed=params.seed)
-        top = torch.finfo(dtype).max
         view = _vectors(dst, stream, dtype)
-        view.copy_(out.clamp(-top, top).reshape(view.shape).to(dtype))
+        out = out.reshape(view.shape)
+        channels, ranges, codes = sections.outlier_channels, sections.outlier_ranges, sections.outlier_codes
+        if channels is not None and ranges is not None and codes is not None:
+            out = add_coarse(out, Outliers(channels, ranges, codes))
+        top = torch.finfo(dtype).max
+        view.copy_(out.clamp(-top, top).to(dtype))
 
     def decoder(self, dim: int, chunks: Sequence[Chunks]) -> Decoder:
         """See `Backend.decoder`."""

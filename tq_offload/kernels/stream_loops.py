@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tq_offload.kernels.grid_loops import LSQ, NORM, UNBIASED, Coding, Grid, address, address_of, keep
+from tq_offload.kernels.outlier_loops import add_coarse, no_means_of_outliers, take_coarse
 from tq_offload.kernels.simd.config import Format
 from tq_offload.kernels.simd.jit import jit, kernel
 from tq_offload.kernels.simd.memory import (
@@ -48,43 +50,11 @@ from tq_offload.kernels.vector_loops import (
     unpack,
 )
 
-__all__ = ["RULES", "Coding", "Grid", "Sketch", "Tables", "decode_stream", "encode_stream", "mean_stream"]
+__all__ = ["Sketch", "Tables", "decode_stream", "encode_stream", "mean_stream"]
 
-RULES = ("lsq", "norm", "unbiased")
-LSQ, NORM, UNBIASED = 0, 1, 2
 ONE_BIT = np.int64(1)
 LOW, HIGH = np.float32(2.0**-80), np.float32(2.0**80)
 SQRT_HALF_PI = np.float32(math.sqrt(math.pi / 2))
-
-
-class Grid(NamedTuple):
-    """A stream in bytes: address of its first vector, counts, D, and strides in bytes."""
-
-    address: int
-    planes: int
-    tokens: int
-    vectors: int
-    dim: int
-    plane_stride: int
-    token_stride: int
-    vector_stride: int
-
-
-class Coding(NamedTuple):
-    """How a stream is coded, and the addresses of its sections (0: absent).
-
-    `rule` is an index of `RULES`. `only` is a u8 [P, T, J] mask of the vectors to do, or 0 for all of them.
-    `alpha` and `beta` are those of the range fit; 1 and 0 turn it off, exactly.
-    """
-
-    bits: int
-    rule: int
-    means: int
-    scales: int
-    codes: int
-    only: int
-    alpha: np.float32
-    beta: np.float32
 
 
 class Sketch(NamedTuple):
@@ -122,18 +92,6 @@ class Tables(NamedTuple):
 
 
 @jit
-def address(space: Any) -> Any:
-    """Address of an array, as a signed integer: a mix of the two would compile every helper twice."""
-    return np.int64(space.ctypes.data)
-
-
-@jit
-def keep(space: Any) -> Any:
-    """To be called after the last use of an array's address: numba frees an array after the last use of its name."""
-    return space.size
-
-
-@jit
 def work_in(space: Any, dim: Any) -> Any:
     """Lay out work space in f32 [8*padded D + J*padded D]; it starts as zeros and stays finite."""
     at, row = address(space), 4 * padded(dim)
@@ -151,13 +109,6 @@ def load_means(means: Any, p: Any, vectors: Any, dim: Any, out: Any) -> None:
 
 
 @jit
-def address_of(grid: Any, p: Any, i: Any) -> Any:
-    """Address of vector i of plane p, counted over tokens and vectors."""
-    t = i // grid.vectors
-    return grid.address + p * grid.plane_stride + t * grid.token_stride + (i - t * grid.vectors) * grid.vector_stride
-
-
-@jit
 def mean_bits(mean: Any) -> Any:
     """Bits of a mean rounded to bf16; 0 if it is not finite."""
     bits = bits_of(mean)
@@ -168,8 +119,8 @@ def mean_bits(mean: Any) -> Any:
 
 
 @kernel
-def mean_stream(_config: Any, grid: Grid, fmt: Format, means: int) -> None:
-    """Means of every plane, vector and channel over the tokens: bf16 [P, J, D] at address `means`."""
+def mean_stream(_config: Any, grid: Grid, fmt: Format, coding: Coding) -> None:
+    """Means of every plane, vector and channel over the tokens: bf16 [P, J, D] at address `coding.means`."""
     size = grid.vectors * grid.dim
     space = np.empty(grid.dim + size, np.float32)
     v, count = address(space), np.float32(1.0 / grid.tokens)
@@ -183,7 +134,9 @@ def mean_stream(_config: Any, grid: Grid, fmt: Format, means: int) -> None:
             for i in range(grid.dim):
                 put(row, i, get(row, i) + get(v, i))
         for i in range(size):
-            put_u16(means, p * size + i, mean_bits(get(total, i) * count))
+            put_u16(coding.means, p * size + i, mean_bits(get(total, i) * count))
+        for j in range(grid.vectors):
+            no_means_of_outliers(coding, grid.dim, p * grid.vectors + j)
     keep(space)
 
 
@@ -313,6 +266,7 @@ def encode_stream(_config: Any, grid: Grid, fmt: Format, coding: Coding, sketch:
             if coding.only and not get_u8(coding.only, index):
                 continue
             load_vector(address_of(grid, p, n), fmt, dim, work.v)
+            take_coarse(work.v, coding, p * grid.vectors + n % grid.vectors, index)
             row = work.means + 4 * padded(dim) * (n % grid.vectors)
             for i in range(0, dim, 8):
                 sub8(work.u + 4 * i, work.v + 4 * i, row + 4 * i)
@@ -363,5 +317,6 @@ def decode_stream(_config: Any, grid: Grid, fmt: Format, coding: Coding, sketch:
                 row = work.means + 4 * padded(dim) * (n % grid.vectors)
                 for i in range(0, dim, 8):
                     add8(work.t + 4 * i, work.t + 4 * i, row + 4 * i)
+            add_coarse(work.t, coding, p * grid.vectors + n % grid.vectors, index)
             store_vector(work.t, fmt, dim, address_of(grid, p, n))
     keep(space)

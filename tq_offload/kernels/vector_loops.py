@@ -44,20 +44,26 @@ def load_vector(address: Any, fmt: Format, dim: Any, out: Any) -> None:
     whole = dim & ~15
     for i in range(0, whole, 16):
         widen16(address + fmt.itemsize * i, fmt.kind, out + 4 * i)
+    for i in range(whole, dim):
+        put(out, i, load_element(address, fmt, i))
+
+
+@jit
+def load_element(address: Any, fmt: Format, i: Any) -> Any:
+    """Element i of those at an address as f32; NaN if it is not finite."""
     top_bit = np.uint32(8 * fmt.itemsize - 1)
     below = np.uint32((1 << top_bit) - 1)
-    for i in range(whole, dim):
-        if fmt.itemsize == 2:
-            raw = np.uint32(get_u16(address, i))
-        elif fmt.itemsize == 4:
-            raw = get_u32(address, i)
-        else:
-            raw = np.uint32(get_u8(address, i))
-        magnitude = np.uint32(raw & below)
-        value = f32_of(np.uint32(magnitude << np.uint32(fmt.shift))) * fmt.rescale
-        if magnitude >= fmt.limit:
-            value = np.float32(np.nan)
-        put(out, i, -value if raw >> top_bit else value)
+    if fmt.itemsize == 2:
+        raw = np.uint32(get_u16(address, i))
+    elif fmt.itemsize == 4:
+        raw = get_u32(address, i)
+    else:
+        raw = np.uint32(get_u8(address, i))
+    magnitude = np.uint32(raw & below)
+    value = f32_of(np.uint32(magnitude << np.uint32(fmt.shift))) * fmt.rescale
+    if magnitude >= fmt.limit:
+        value = np.float32(np.nan)
+    return -value if raw >> top_bit else value
 
 
 @jit
@@ -74,20 +80,25 @@ def store_vector(values: Any, fmt: Format, dim: Any, address: Any) -> None:
     for i in range(0, whole, 16):
         narrow16(values + 4 * i, fmt.kind, address + fmt.itemsize * i)
     for i in range(whole, dim):
-        x = get(values, i)
-        sign = bits_of(x) >> np.uint32(31)
-        x = min(abs(x), fmt.top)
-        if fmt.itemsize == 4:
-            put(address, i, -x if sign else x)
-            continue
-        if x < fmt.min_normal and fmt.rounder:  # subnormal: adding a power of two rounds at the right bit
-            code = np.uint32(bits_of(x + fmt.rounder) - bits_of(fmt.rounder))
-        else:
-            code = round_shift(bits_of(x * (ONE / fmt.rescale)), fmt.shift)
-        if fmt.itemsize == 2:
-            put_u16(address, i, np.uint16(code | (sign << np.uint32(15))))
-        else:
-            put_u8(address, i, np.uint8(code | (sign << np.uint32(7))))
+        store_element(get(values, i), fmt, address, i)
+
+
+@jit
+def store_element(x: Any, fmt: Format, address: Any, i: Any) -> None:
+    """One element as `store_vector` does it, to item i of those at an address."""
+    sign = bits_of(x) >> np.uint32(31)
+    x = min(abs(x), fmt.top)
+    if fmt.itemsize == 4:
+        put(address, i, -x if sign else x)
+        return
+    if x < fmt.min_normal and fmt.rounder:  # subnormal: adding a power of two rounds at the right bit
+        code = np.uint32(bits_of(x + fmt.rounder) - bits_of(fmt.rounder))
+    else:
+        code = round_shift(bits_of(x * (ONE / fmt.rescale)), fmt.shift)
+    if fmt.itemsize == 2:
+        put_u16(address, i, np.uint16(code | (sign << np.uint32(15))))
+    else:
+        put_u8(address, i, np.uint8(code | (sign << np.uint32(7))))
 
 
 @jit

@@ -13,18 +13,20 @@ from tq_offload.bitpack import packed_size
 from tq_offload.errors import LayoutError
 from tq_offload.kernels import Backend, Chunks, Sections, Stream, VectorParams
 from tq_offload.layout import CODED_DTYPES, MAX_HEAD_DIM, dtype_name
-from tq_offload.spec import CodecSpec
+from tq_offload.spec import OUTLIER_BITS, CodecSpec
 
 __all__ = ["Array", "PackedTokens", "flat_span", "vector_params"]
 
 Array = np.ndarray[Any, Any]
 
-_PARTS = ("codes", "scales", "means", "sketch_scales", "sketch")
+_PARTS = (
+    "codes", "scales", "means", "sketch_scales", "sketch", "outlier_channels", "outlier_ranges", "outlier_codes",
+)  # fmt: skip
 _BITS = {1: (torch.uint8, np.uint8), 2: (torch.int16, np.uint16), 4: (torch.float32, np.float32)}
 
 
-def vector_params(spec: CodecSpec, side: str, dtype: torch.dtype, tokens: int) -> VectorParams:
-    """How the vectors of a chunk of that many tokens are coded; `side` is `K` or `V`."""
+def vector_params(spec: CodecSpec, side: str, dtype: torch.dtype, tokens: int, dim: int) -> VectorParams:
+    """How the vectors of `dim` elements of a chunk of that many tokens are coded; `side` is `K` or `V`."""
     coding = spec.side(side, tokens)
     return VectorParams(
         dtype=dtype_name(dtype),
@@ -34,6 +36,7 @@ def vector_params(spec: CodecSpec, side: str, dtype: torch.dtype, tokens: int) -
         mean=coding.mean,
         fit_range=spec.fit_range,
         qjl=coding.qjl,
+        outliers=coding.outliers_of(dim),
     )
 
 
@@ -53,7 +56,9 @@ class PackedTokens:
     """B rows of `length` tokens with H heads of D elements, in P chunks of c tokens; P*c - length < c are unused.
 
     codes u8 [B, P, c, H, ceil(D*bits/8)]; scales bf16 bits as i16 [B, P, c, H]; means bf16 bits as i16 [B, P, H, D] or
-    None; sketch u8 [B, P, c, H, ceil(D/8)] and sketch_scales i16 [B, P, c, H] with QJL. All in CPU memory.
+    None; sketch u8 [B, P, c, H, ceil(D/8)] and sketch_scales i16 [B, P, c, H] with QJL; outlier_channels i16
+    [B, P, H, k], outlier_ranges f32 [B, P, H, k, 2] and outlier_codes u8 [B, P, c, H, ceil(k/2)] with k outlier
+    channels. All in CPU memory.
     """
 
     params: VectorParams
@@ -64,12 +69,15 @@ class PackedTokens:
     means: torch.Tensor | None
     sketch_scales: torch.Tensor | None = None
     sketch: torch.Tensor | None = None
+    outlier_channels: torch.Tensor | None = None
+    outlier_ranges: torch.Tensor | None = None
+    outlier_codes: torch.Tensor | None = None
 
     @classmethod
     def empty(cls, params: VectorParams, rows: int, chunks: int, tokens: int, heads: int, dim: int) -> PackedTokens:
         """Room for `chunks` chunks of `tokens` tokens; the contents are undefined."""
         grid = (rows, chunks, tokens, heads)
-        sketched = params.qjl
+        sketched, k = params.qjl, params.outliers
         return cls(
             params,
             dim,
@@ -79,6 +87,9 @@ class PackedTokens:
             torch.empty((rows, chunks, heads, dim), dtype=torch.int16) if params.mean else None,
             torch.empty(grid, dtype=torch.int16) if sketched else None,
             torch.empty((*grid, packed_size(dim, 1)), dtype=torch.uint8) if sketched else None,
+            torch.empty((rows, chunks, heads, k), dtype=torch.int16) if k else None,
+            torch.empty((rows, chunks, heads, k, 2), dtype=torch.float32) if k else None,
+            torch.empty((*grid, packed_size(k, OUTLIER_BITS)), dtype=torch.uint8) if k else None,
         )
 
     @classmethod
@@ -129,6 +140,9 @@ class PackedTokens:
             codes=view(self.codes, np.uint8),
             sketch_scales=view(self.sketch_scales, np.uint16),
             sketch=view(self.sketch, np.uint8),
+            outlier_channels=view(self.outlier_channels, np.uint16, cut=False),
+            outlier_ranges=view(self.outlier_ranges, np.float32, cut=False),
+            outlier_codes=view(self.outlier_codes, np.uint8),
         )
 
     def chunks(self, start: int) -> Iterator[Chunks]:

@@ -133,7 +133,7 @@ class LayerStore:
         chunk = min(run.length, self.options.chunk_tokens)
         for side, label in zip(SIDES, ("keys", "values"), strict=True):
             x = run.of(side)
-            params = vector_params(self.options.spec, side, x.dtype, chunk)
+            params = vector_params(self.options.spec, side, x.dtype, chunk, x.shape[3])
             try:
                 parts.append(PackedTokens.encode(backend, x, params, chunk))
             except NonFiniteError as error:

@@ -34,8 +34,10 @@ Piece = PackedTokens | torch.Tensor
 # Sections of a stream, their item type, and where in them the batch is. In `PackedTokens` it comes first.
 _SECTIONS: tuple[tuple[str, Any, int], ...] = (
     ("codes", np.uint8, 2), ("scales", np.int16, 2), ("means", np.int16, 1), ("sketch_scales", np.int16, 2),
-    ("sketch", np.uint8, 2),
+    ("sketch", np.uint8, 2), ("outlier_channels", np.int16, 1), ("outlier_ranges", np.float32, 1),
+    ("outlier_codes", np.uint8, 2),
 )  # fmt: skip
+_BF16 = ("scales", "means", "sketch_scales")
 _EXACT_DTYPES = (*CODED_DTYPES, "float64")
 
 
@@ -57,7 +59,11 @@ class Shape:
 def frame_spec(spec: CodecSpec, side: str) -> CodecSpec:
     """The spec that the frames of one side carry: what was chosen for that side is in the fields for K."""
     spec = replace(spec, protect_first=0, protect_last=0)
-    return spec if side == "K" else replace(spec, key_bits=spec.value_bits, key_rule=spec.value_rule, qjl=False)
+    return (
+        spec
+        if side == "K"
+        else replace(spec, key_bits=spec.value_bits, key_rule=spec.value_rule, qjl=False, key_outliers=0)
+    )
 
 
 def shape_of(piece: Piece) -> Shape:
@@ -86,7 +92,7 @@ def write_frame(pieces: Sequence[Piece], spec: CodecSpec, *, key: bytes, model: 
     frame = np.empty(plan.length, np.uint8)
     for piece, group, streams, section in zip(pieces, plan.layout.groups, plan.groups, plan.opaque, strict=True):
         if isinstance(piece, PackedTokens):
-            for part, view in _sections(piece, streams[0], frame):
+            for _, part, view in _sections(piece, streams[0], frame):
                 view[...] = part
         elif section is not None:
             section_view(frame, section, np.uint8)[...] = flat_bits(piece.detach().cpu().contiguous(), group)
@@ -125,19 +131,19 @@ def _group(piece: Piece, spec: CodecSpec) -> GroupLayout:
             raise CacheTypeError(f"K and V of {shape.dtype} cannot be stored: load the model in bfloat16 or float16")
         return GroupLayout("opaque", tuple(piece.shape), shape.dtype)
     _, chunks, tokens, _ = piece.scales.shape
-    if piece.params != vector_params(spec, "K", getattr(torch, shape.dtype), tokens):
+    if piece.params != vector_params(spec, "K", getattr(torch, shape.dtype), tokens, shape.dim):
         raise CacheTypeError("a layer holds tokens that were packed with other settings than it has now")
     return GroupLayout("latent", (chunks, tokens, shape.rows * shape.heads * shape.dim), shape.dtype, shape.dim)
 
 
-def _sections(piece: PackedTokens, stream: Any, frame: Array) -> list[tuple[Array, Array]]:
-    """The arrays of packed tokens beside their sections in the frame, as views of one shape."""
+def _sections(piece: PackedTokens, stream: Any, frame: Array) -> list[tuple[str, Array, Array]]:
+    """Names and arrays of packed tokens beside their sections in the frame, as views of one shape."""
     found = []
     for name, kind, batch in _SECTIONS:
         part, section = getattr(piece, name), getattr(stream, name)
         if part is not None:
             moved = np.moveaxis(part.numpy(), 0, batch)
-            found.append((moved, section_view(frame, section, kind).reshape(moved.shape)))
+            found.append((name, moved, section_view(frame, section, kind).reshape(moved.shape)))
     return found
 
 
@@ -163,12 +169,14 @@ def read_piece(frame: CheckedFrame, index: int, rows: int, length: int) -> Piece
     heads, odd = divmod(channels // dim, rows)
     if odd or not heads or not (chunks - 1) * tokens < length <= chunks * tokens:
         raise FrameContentError(f"{rows} rows of {length} tokens in a group of shape {group.shape}")
-    params = vector_params(plan.spec, "K", getattr(torch, group.dtype), tokens)
+    params = vector_params(plan.spec, "K", getattr(torch, group.dtype), tokens, dim)
     piece = PackedTokens.empty(params, rows, chunks, tokens, heads, dim)
-    for part, view in _sections(piece, plan.groups[index][0], frame.source):
-        if view.dtype == np.int16 and not all_finite(view.view(np.uint16), "bfloat16"):
+    for name, part, view in _sections(piece, plan.groups[index][0], frame.source):
+        if name in _BF16 and not all_finite(view.view(np.uint16), "bfloat16"):
             raise FrameContentError("a scale or mean is not finite")
         part[...] = view
+    if not all(piece.sections(row).outliers_fit(dim) for row in range(rows)):
+        raise FrameContentError("the outlier channels are not what an encoder writes")
     return replace(piece, length=length)
 
 

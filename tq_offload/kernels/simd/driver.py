@@ -7,17 +7,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tq_offload.kernels.grid_loops import LSQ, NORM, Coding, Grid, address, keep
+from tq_offload.kernels.outlier_loops import channel_of, coarse_value, no_means_of_outliers, wild_ranges
 from tq_offload.kernels.simd.config import Format
 from tq_offload.kernels.simd.decode import decode_vector
 from tq_offload.kernels.simd.encode import add_elements, quantise, rotate, squared_norms
 from tq_offload.kernels.simd.jit import jit, kernel
 from tq_offload.kernels.simd.memory import get, get_i64, get_u16, put, put_i64, put_u8, put_u16
-from tq_offload.kernels.stream_loops import LSQ, NORM, Coding, Grid, address, in_range, keep, mean_bits
-from tq_offload.kernels.vector_loops import ONE, ZERO, from_bf16, load_vector, store_vector, to_bf16
+from tq_offload.kernels.stream_loops import in_range, mean_bits
+from tq_offload.kernels.vector_loops import ONE, ZERO, copy, from_bf16, load_vector, store_vector, to_bf16
 
 __all__ = ["JOB_FIELDS", "Place", "SimdTables", "simd_decode_jobs", "simd_decode_stream", "simd_encode_stream"]
 
-JOB_FIELDS = 9
+JOB_FIELDS = 12
 BATCH = 8  # vectors that go through a pass before the next pass starts
 TOP = np.uint16(0x5D80)  # bf16 2**60: beyond, a decoded element might need a clamp
 
@@ -48,33 +50,55 @@ def load_means(means: Any, p: Any, size: Any, out: Any) -> None:
 
 
 @jit
+def put_coarse(row: Any, coding: Any, column: Any, index: Any) -> None:
+    """The coarse values of a vector, to its outlier channels in a row that is subtracted or added, paired."""
+    for i in range(coding.outliers):
+        put(row, paired_index(channel_of(coding, column, i)), coarse_value(coding, column, index, i))
+
+
+@jit
+def copy_rows(to: Any, first: Any, second: Any, dim: Any) -> None:
+    """Two rows, f32 [D], one after the other."""
+    copy(to, first, dim)
+    copy(to + 4 * dim, second, dim)
+
+
+@jit
 def decode_planes(config: Any, grid: Any, fmt: Any, coding: Any, tables: Any, left: Any) -> Any:
     """The loop of `simd_decode_stream`."""
     size, count = grid.vectors * grid.dim, 0
-    space = np.full(size + 2 * grid.dim, np.float32(-0.0), np.float32)
+    space = np.full(2 * size + grid.dim, np.float32(-0.0), np.float32)
     mean = address(space)
-    none = mean + 4 * size  # the row of the vectors without a mean
-    stage = none + 4 * grid.dim
+    none = mean + 4 * size  # rows of the vectors without a mean
+    stage = none + 4 * size
     width = (grid.dim * coding.bits) // 8
     inverse_sqrt = np.float32(1.0 / math.sqrt(grid.dim))
     for p in range(grid.planes):
         if coding.means:
             load_means(coding.means, p, size, mean)
+        top = TOP
+        if coding.outliers:
+            if wild_ranges(coding, p * grid.vectors, grid.vectors):
+                top = np.uint16(0)
+            for i in range(size):
+                put(none, i, np.float32(-0.0))
         for t in range(grid.tokens):
             for j in range(grid.vectors):
                 index = (p * grid.tokens + t) * grid.vectors + j
                 bits = get_u16(coding.scales, index)
                 magnitude = bits & np.uint16(0x7FFF)
-                if magnitude >= TOP:
+                if magnitude >= top:
                     put_u8(left, index, np.uint8(1))
                     count += 1
                     continue
+                row = (none if bits == magnitude or not coding.means else mean) + 4 * j * grid.dim
+                put_coarse(row, coding, p * grid.vectors + j, index)
                 at = grid.address + p * grid.plane_stride + t * grid.token_stride + j * grid.vector_stride
                 decode_vector(
                     config,
                     coding.codes + index * width,
                     from_bf16(magnitude) * inverse_sqrt,
-                    none if bits == magnitude or not coding.means else mean + 4 * j * grid.dim,
+                    row,
                     tables.signs,
                     tables.levels,
                     at if fmt is None else stage,
@@ -123,7 +147,7 @@ def simd_decode_jobs(
     Args:
         config: `KernelConfig`.
         jobs: Address of i64 [count, JOB_FIELDS]: row, first token, chunks, tokens of one, J, the addresses of means,
-            scales and codes, and how many vectors the jobs before have.
+            scales, codes, outlier channels, ranges and codes, and how many vectors the jobs before have.
         count: How many.
         place: Where they go.
         fmt: As for `simd_decode_stream`.
@@ -143,10 +167,11 @@ def simd_decode_jobs(
             get_i64(job, 2), tokens, get_i64(job, 4), place.dim, tokens * place.token_stride, place.token_stride,
             place.vector_stride,
         )  # fmt: skip
-        own = Coding(
-            coding.bits, coding.rule, get_i64(job, 5), get_i64(job, 6), get_i64(job, 7), 0, coding.alpha, coding.beta
-        )
-        total += decode_planes(config, grid, fmt, own, tables, left + get_i64(job, 8))
+        part = Coding(
+            coding.bits, coding.rule, get_i64(job, 5), get_i64(job, 6), get_i64(job, 7), 0, coding.alpha, coding.beta,
+            coding.outliers, get_i64(job, 8), get_i64(job, 9), get_i64(job, 10),
+        )  # fmt: skip
+        total += decode_planes(config, grid, fmt, part, tables, left + get_i64(job, 11))
     return total
 
 
@@ -173,7 +198,7 @@ def scale_bits(rule: Any, sums: Any, sigma: Any, flag: Any) -> Any:
 
 
 @jit
-def plane_means(config: Any, grid: Any, fmt: Any, means: Any, p: Any, sums: Any, stage: Any) -> None:
+def plane_means(config: Any, grid: Any, fmt: Any, coding: Any, p: Any, sums: Any, stage: Any) -> None:
     """Means of plane p: bf16 to their section, and f32 [J*D], paired, to `sums`."""
     size = grid.vectors * grid.dim
     for i in range(size):
@@ -184,8 +209,10 @@ def plane_means(config: Any, grid: Any, fmt: Any, means: Any, p: Any, sums: Any,
             add_elements(config, elements(at, fmt, grid.dim, stage), sums + 4 * grid.dim * j)
     count = np.float32(1.0 / grid.tokens)
     for i in range(size):
-        put_u16(means, p * size + i, mean_bits(get(sums, paired_index(i)) * count))
-    load_means(means, p, size, sums)
+        put_u16(coding.means, p * size + i, mean_bits(get(sums, paired_index(i)) * count))
+    for j in range(grid.vectors):
+        no_means_of_outliers(coding, grid.dim, p * grid.vectors + j)
+    load_means(coding.means, p, size, sums)
 
 
 @kernel
@@ -197,17 +224,20 @@ def simd_encode_stream(config: Any, grid: Any, fmt: Format | None, coding: Any, 
     """
     size, dim, count = grid.vectors * grid.dim, grid.dim, 0
     vectors, width = grid.tokens * grid.vectors, (grid.dim * coding.bits) // 8
-    space = np.zeros(size + dim + BATCH * (2 * dim + 11), np.float32)
+    space = np.zeros(size + dim + BATCH * (4 * dim + 13), np.float32)
     mean = address(space)
     none = mean + 4 * size  # the row of the vectors without a mean
     y = none + 4 * dim
     stage = y + 4 * BATCH * dim
     norms = stage + 4 * BATCH * dim
     sums, inverses, sigmas = norms + 8 * BATCH, norms + 20 * BATCH, norms + 24 * BATCH
-    sources, rows = norms + 28 * BATCH, norms + 36 * BATCH
+    sources, rows, bare = norms + 28 * BATCH, norms + 36 * BATCH, norms + 44 * BATCH
+    own = (
+        norms + 52 * BATCH
+    )  # two rows for each vector of a batch: with and without the mean, and with its coarse values
     for p in range(grid.planes):
         if coding.means:
-            plane_means(config, grid, fmt, coding.means, p, mean, stage)
+            plane_means(config, grid, fmt, coding, p, mean, stage)
         t, j = 0, 0
         for start in range(0, vectors, BATCH):
             many, first = min(BATCH, vectors - start), p * vectors + start
@@ -215,17 +245,28 @@ def simd_encode_stream(config: Any, grid: Any, fmt: Format | None, coding: Any, 
                 at = grid.address + p * grid.plane_stride + t * grid.token_stride + j * grid.vector_stride
                 put_i64(sources, b, elements(at, fmt, dim, stage + 4 * dim * b))
                 put_i64(rows, b, mean + 4 * dim * j)
+                put_i64(bare, b, none)
+                if coding.outliers:
+                    row = own + 8 * dim * b
+                    copy_rows(row, mean + 4 * dim * j, none, dim)
+                    put_coarse(row, coding, p * grid.vectors + j, first + b)
+                    put_coarse(row + 4 * dim, coding, p * grid.vectors + j, first + b)
+                    put_i64(rows, b, row)
+                    put_i64(bare, b, row + 4 * dim)
                 j += 1
                 if j == grid.vectors:
                     t, j = t + 1, 0
             for b in range(many):
                 squared_norms(config, get_i64(sources, b), get_i64(rows, b), norms + 8 * b)
+                if coding.outliers:
+                    squared_norms(config, get_i64(sources, b), get_i64(bare, b), sums)
+                    put(norms, 2 * b, get(sums, 1))
             for b in range(many):
                 nv, nu = get(norms, 2 * b), get(norms, 2 * b + 1)
                 if not (in_range(nv) and in_range(nu)):
                     put_u8(left, first + b, np.uint8(1))
                     count += 1
-                row = get_i64(rows, b) if nu < nv else none
+                row = get_i64(rows, b) if nu < nv else get_i64(bare, b)
                 put(inverses, b, rotate(config, get_i64(sources, b), row, tables.signs, y + 4 * dim * b))
             for b in range(many):
                 n = min(get(norms, 2 * b), get(norms, 2 * b + 1))
