@@ -66,13 +66,17 @@ class TurboQuantPress(BasePress):
     bits: int | None = None
     key_bits: int | None = None
     value_bits: int | None = None
+    key_outliers: int | None = None
+    protect_first: int | None = None
+    protect_last: int | None = None
     sink_tokens: int = CacheOptions.sink_tokens
     window: int = CacheOptions.window
     chunk_tokens: int = CacheOptions.chunk_tokens
 
     def __post_init__(self) -> None:
         check_versions()
-        self.options()
+        for risk in self.options().spec.risks():
+            _log.warning("%s; `tq-offload check MODEL` measures it", risk)
         inner = self.press
         if inner is None:
             return
@@ -95,6 +99,9 @@ class TurboQuantPress(BasePress):
             bits=self.bits,
             key_bits=self.key_bits,
             value_bits=self.value_bits,
+            key_outliers=self.key_outliers,
+            protect_first=self.protect_first,
+            protect_last=self.protect_last,
             sink_tokens=self.sink_tokens,
             window=self.window,
             chunk_tokens=self.chunk_tokens,

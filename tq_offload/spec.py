@@ -136,6 +136,17 @@ class CodecSpec:
             return SideSpec(self.key_bits, self.key_rule, mean, self.qjl, self.key_outliers if tokens else 0)
         return SideSpec(self.value_bits, self.value_rule, mean, False, 0)
 
+    def risks(self) -> tuple[str, ...]:
+        """What about this spec may cost quality with any model, for people."""
+        found = []
+        if min(self.key_bits, self.value_bits) <= 2:
+            found.append("codes of 1 or 2 bits lose much of K or V")
+        elif self.key_bits == 3:
+            found.append("keys of 3 bits cost several times the KL of 4 bits")
+        if self.qjl and self.key_bits <= 4:
+            found.append("the variance of QJL costs more than it gains at up to 4 bits")
+        return tuple(found)
+
     def describe(self) -> str:
         """One line for people: `K4V4, means, least-squares scale`."""
         parts = [f"K{self.key_bits}V{self.value_bits}"]

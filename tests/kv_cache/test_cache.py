@@ -378,8 +378,8 @@ def test_a_model_in_float64_is_refused() -> None:
         ({"bits": 0}, "bits"), ({"bits": 9}, "bits"), ({"bits": 4.0}, "bits"), ({"bits": "four"}, "bits"),
         ({"key_bits": 12}, "key_bits"), ({"preset": "int4"}, "preset"), ({"spec": "int4"}, "preset"),
         ({"spec": CodecSpec(), "bits": 3}, "spec"), ({"window": "all"}, "window"), ({"sink_tokens": -1}, "sink_tokens"),
-        ({"chunk_tokens": 1}, "chunk_tokens"), ({"residual": 128}, "residual"), ({"protect_last": 2}, "config"),
-        ({"preset": "turboquant_3bit"}, "config=model.config"),
+        ({"chunk_tokens": 1}, "chunk_tokens"), ({"residual": 128}, "residual"),
+        ({"protect_last": 2}, "config=model.config"),
     ],
 )  # fmt: skip
 def test_settings_that_are_not_understood(settings: dict[str, Any], name: str) -> None:

@@ -224,8 +224,8 @@ def test_chunk_sizes_at_the_ends(model: Any, chunk: int) -> None:
 
 def test_protected_layers(model: Any) -> None:
     for press in (
-        TurboQuantPress(preset="turboquant_3bit"),
-        ComposedPress([TurboQuantPress(preset="turboquant_3bit")]),
+        TurboQuantPress(protect_first=2, protect_last=2),
+        ComposedPress([TurboQuantPress(protect_first=2, protect_last=2)]),
     ):
         tall = small_llama(layers=5)
         cache = DynamicCache()

@@ -111,7 +111,14 @@ def test_options_change_the_output(backend: str) -> None:
     layout = layout_of(x, head_dim=64)
     base = CodecSpec(key_bits=3, value_bits=3)
     (plain,) = TurboQuantCodec(backend=backend).decode(TurboQuantCodec(base, backend).encode([x], layout))
-    for change in ({"qjl": True}, {"seed": 1}, {"mean": False}, {"key_rule": "norm"}, {"fit_range": False}):
+    for change in (
+        {"qjl": True},
+        {"seed": 1},
+        {"mean": False},
+        {"key_rule": "norm"},
+        {"fit_range": False},
+        {"key_outliers": 2},
+    ):
         spec = CodecSpec(**{"key_bits": 3, "value_bits": 3, **change})
         (other,) = TurboQuantCodec(backend=backend).decode(TurboQuantCodec(spec, backend).encode([x], layout))
         assert not torch.equal(other[0], plain[0]), change
@@ -127,6 +134,29 @@ def test_qjl_removes_bias_of_inner_products(backend: str) -> None:
         inner[qjl] = float((y[0] * x[0]).sum() / (x[0] * x[0]).sum())
     assert inner[False] < 0.93  # least squares shrinks
     assert abs(inner[True] - 1) < 0.02
+
+
+def turning_keys(heads: int = 2) -> torch.Tensor:
+    """KV [2, 1, 256, heads * 64] whose K has four channels that turn with the token, 20 times larger."""
+    x = make_tensor((2, 1, 256, heads, 64), torch.float32)
+    angle = torch.arange(256.0)[:, None] * torch.tensor([0.7, 0.11])
+    for head in range(heads):
+        x[0, 0, :, head, [3 + head, 9]] += 20 * angle.cos()
+        x[0, 0, :, head, [35 + head, 41]] += 20 * angle.sin()
+    return x.flatten(3).to(torch.bfloat16)
+
+
+def test_outlier_channels_keep_the_others_exact_enough(backend: str) -> None:
+    x = turning_keys()
+    layout = layout_of(x, head_dim=64)
+    error = {}
+    for count in (0, 2, 4, 8):
+        codec = TurboQuantCodec(CodecSpec(key_outliers=count), backend)
+        (y,) = codec.decode(codec.encode([x], layout))
+        error[count] = (y[0].float() - x[0].float()).pow(2).mean().item()
+    assert error[2] < error[0]
+    assert error[4] < 0.1 * error[0]
+    assert error[8] < error[4]
 
 
 # --- values -----------------------------------------------------------------------------------------------------

@@ -63,6 +63,19 @@ def test_the_list_of_settings_is_complete() -> None:
     }  # fmt: skip
 
 
+def test_risky_specs_say_so() -> None:
+    risky = {name for name, spec in PRESETS.items() if spec.risks()}
+    assert risky == {"turboquant_3bit", "turboquant_3bit_nc", "turboquant_k3v4_nc"}
+    assert "QJL" in CodecSpec(qjl=True).risks()[0]
+    assert "1 or 2 bits" in CodecSpec(value_bits=2).risks()[0]
+
+
+def test_outlier_channels_are_at_most_a_quarter() -> None:
+    side = CodecSpec(key_outliers=8).side("K", 10)
+    assert [side.outliers_of(dim) for dim in (1, 3, 16, 31, 32, 128)] == [0, 0, 4, 7, 8, 8]
+    assert CodecSpec(key_outliers=8).side("V", 10).outliers == CodecSpec(key_outliers=8).side("K", 0).outliers == 0
+
+
 def test_describe_names_what_differs() -> None:
     text = CodecSpec(3, 4, seed=7, mean=False, key_rule="unbiased", qjl=True, protect_first=1).describe()
     for part in ("K3V4", "unbiased K", "least-squares V", "QJL", "first 1 and last 0 layers raw", "seed 7"):

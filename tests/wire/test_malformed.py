@@ -192,6 +192,18 @@ def test_padding_is_under_the_checksum_and_content_is_checked() -> None:
     assert isinstance(fails(data), FrameContentError)
 
 
+@pytest.mark.parametrize(
+    ("section", "offset", "value"),
+    [("outlier_channels", 0, b"\x20\x00"), ("outlier_channels", 0, b"\x1f\x00"), ("outlier_ranges", 2, b"\xc0\x7f")],
+)
+def test_outlier_channels_that_no_encoder_writes(section: str, offset: int, value: bytes) -> None:
+    """A channel outside the vector, one that does not ascend, and a range that is NaN; each with a right checksum."""
+    codec = TurboQuantCodec(CodecSpec(key_outliers=3), "reference")
+    frame = bytes(codec.encode([X], LAYOUT, key=KEY, model=MODEL))
+    at = getattr(make_plan(codec.spec, LAYOUT).groups[0][0], section).offset + offset
+    assert isinstance(fails(sealed(frame[:at] + value + frame[at + 2 :])), FrameContentError)
+
+
 def mutations() -> list[Callable[[random.Random, bytearray], None]]:
     def flip(r: random.Random, d: bytearray) -> None:
         d[r.randrange(len(d))] ^= 1 << r.randrange(8)

@@ -11,6 +11,7 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj, MemoryObjMetadata, TensorMemoryObj
 
 from tq_offload.errors import FrameMismatchError
+from tq_offload.integrations.lmcache.advice import advise, advise_model
 from tq_offload.integrations.lmcache.layouts import LayoutResolver
 from tq_offload.integrations.lmcache.model_config import HeadGeometry, ModelGeometry, load_geometry
 from tq_offload.integrations.lmcache.settings import SerdeSettings
@@ -49,6 +50,8 @@ class ChunkObjects:
 
     def __init__(self, config: Any, metadata: Any, local_cpu_backend: Any, settings: SerdeSettings) -> None:
         self._metadata, self._cpu = metadata, local_cpu_backend
+        advise(settings.spec)
+        advise_model(str(metadata.model_name), settings.spec)
         self.layerwise, self._mla = bool(config.use_layerwise), bool(metadata.use_mla)
         self.head_dim: int | None = settings.head_dim or int(metadata.kv_shape[4])
         self._resolver = LayoutResolver(settings.head_dim, settings.uint8_as, load=self._geometry)

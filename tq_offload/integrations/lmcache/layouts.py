@@ -56,6 +56,7 @@ class LayoutResolver:
         head_dim: Explicit head_dim; None: from the model's config.
         uint8_as: `none`, or the fp8 type that uint8 tensors hold.
         load: Reads a model's geometry by name.
+        on_model: Called with the name of every model that is seen, once.
     """
 
     def __init__(
@@ -63,12 +64,14 @@ class LayoutResolver:
         head_dim: int | None = None,
         uint8_as: str = "none",
         load: Callable[[str], ModelGeometry | None] = load_geometry,
+        on_model: Callable[[str], None] | None = None,
     ) -> None:
         self._head_dim = head_dim
         self._fp8 = _FP8.get(uint8_as)
         self._local = threading.local()
         self._warned: set[str] = set()
         self._geometry = lru_cache(maxsize=256)(load)
+        self._on_model = lru_cache(maxsize=256)(on_model or (lambda _name: None))
         self._layout = lru_cache(maxsize=1024)(self._build)
         self.models_known = False
         """Set by the adapter that calls `for_key`; without it the model must not be used for any size."""
@@ -120,6 +123,8 @@ class LayoutResolver:
         world: int,
         kind: str | None,
     ) -> ChunkLayout:
+        if model:
+            self._on_model(model)
         geometry = self._geometry(model) if model else None
         pairs = zip(shapes, dtypes, strict=True)
         groups = (self._group(shape, dtype, kind or _kind(shape), model, geometry, world) for shape, dtype in pairs)

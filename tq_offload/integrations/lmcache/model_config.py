@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["HeadGeometry", "ModelGeometry", "geometry_of", "load_geometry"]
+__all__ = ["HeadGeometry", "ModelGeometry", "geometry_of", "has_key_bias", "load_geometry", "load_key_bias"]
 
 _DCP_MARK = "##lmcache-dcp-layout-"  # LMCache appends it to the name under decode context parallelism
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 _RECURRENT_KEYS = ("mamba", "ssm_", "linear_", "rwkv", "lru_width", "state_size", "kda_")
+_BIAS_FLAGS = ("attention_bias", "qkv_bias", "use_qkv_bias", "add_qkv_bias")
+_BIASED_TYPES = ("qwen2",)
 _RECURRENT_TYPES = ("linear_attention", "mamba", "recurrent", "conv", "gdn", "kda")
 
 
@@ -40,6 +42,17 @@ class ModelGeometry:
 
 def load_geometry(model_name: str) -> ModelGeometry | None:
     """Geometry of a model by the name that LMCache's keys carry; None if its config cannot be found or read."""
+    config = _load(model_name)
+    return None if config is None else geometry_of(config)
+
+
+def load_key_bias(model_name: str) -> bool:
+    """True if the model's config says that its keys have biases; False too if it cannot be found."""
+    config = _load(model_name)
+    return config is not None and has_key_bias(config)
+
+
+def _load(model_name: str) -> dict[str, object] | None:
     path = _config_path(model_name.split(_DCP_MARK, 1)[0])
     if path is None:
         return None
@@ -47,7 +60,7 @@ def load_geometry(model_name: str) -> ModelGeometry | None:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return geometry_of(config) if isinstance(config, dict) else None
+    return config if isinstance(config, dict) else None
 
 
 def _config_path(model_name: str) -> Path | None:
@@ -82,6 +95,13 @@ def geometry_of(config: Mapping[str, object]) -> ModelGeometry | None:
         return ModelGeometry((), rank + rope, recurrent)
     heads = _head_geometries(config)
     return ModelGeometry(heads, None, recurrent) if heads else None
+
+
+def has_key_bias(config: Mapping[str, object]) -> bool:
+    """Whether a config.json is of a model whose k_proj has a bias: Qwen2 and Qwen2.5 always, others by a flag."""
+    nested = [part for name in _TEXT_CONFIGS if isinstance(part := config.get(name), Mapping)]
+    flags = any(config.get(name) is True for name in _BIAS_FLAGS)
+    return flags or str(config.get("model_type", "")).startswith(_BIASED_TYPES) or any(map(has_key_bias, nested))
 
 
 def _head_geometries(config: Mapping[str, object]) -> tuple[HeadGeometry, ...]:
