@@ -40,7 +40,8 @@ def assert_alike(layer: TurboQuantLayer, twin: DynamicLayer) -> None:
     assert layer.get_seq_length() == twin.get_seq_length()
     assert torch.equal(layer.keys, twin.keys)
     assert torch.equal(layer.values, twin.values)
-    assert layer.get_max_cache_shape() == twin.get_max_cache_shape()
+    if hasattr(twin, "get_max_cache_shape"):  # up to transformers 5.23
+        assert layer.get_max_cache_shape() == twin.get_max_cache_shape()
 
 
 def test_the_first_tokens_are_returned_as_they_are() -> None:
