@@ -17,12 +17,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.press_memory import CASES, run_case
+from benchmarks.press_caches import bf16_arithmetic
+from benchmarks.press_memory import CASES, run_cases
 from benchmarks.press_quality import PREFIX, SCORED, STARTS, quality
-from benchmarks.press_speed import CONTEXT, ratio, speed
+from benchmarks.press_speed import CONTEXT, Rates, preset_speed, ratio, speed
 
 PARTS = ("memory", "quality", "speed")
 SMALLER = {"4-bit": 3.8, "4-bit-exact-128": 3.5, "snapkv-4-bit": 7.5}
+BOUND_TOKENS = 4096  # the bounds of the memory part are for this context and longer ones
 PEAK_LAYERS = 2.0  # of full precision, above what is resident, while decoding
 KL = {"turboquant": 0.003, "turboquant, no exact tokens": 0.006}
 SPEED = 0.7  # of the fp cache's tokens per second
@@ -50,7 +52,7 @@ class Results:
 
 def _table(title: str, first: str, *heads: str) -> Table:
     table = Table(title=title, title_justify="left")
-    table.add_column(first)
+    table.add_column(first, no_wrap=True)
     for head in heads:
         table.add_column(head, justify="right")
     return table
@@ -59,9 +61,10 @@ def _table(title: str, first: str, *heads: str) -> Table:
 def memory(tokens: int, results: Results, console: Console) -> None:
     """Resident bytes and peaks of every case, each in a process of its own."""
     measured: dict[str, dict[str, Any]] = {}
-    for case in CASES:
-        with console.status(f"memory: {case}"):
-            measured[case] = run_case(case, tokens)
+    with console.status("memory: warm-up") as status:
+        for case, found in run_cases(tokens):
+            measured[case] = found
+            status.update(f"memory: {len(measured)} of {len(CASES)} cases")
     results.measured["memory"] = measured
     fp = measured["fp"]
     table = _table(
@@ -74,8 +77,10 @@ def memory(tokens: int, results: Results, console: Console) -> None:
         table.add_row(
             case, f"{of['resident'] / MB:.1f}", f"{fp['resident'] / of['resident']:.2f}x",
             *(f"{peak / MB:.1f}" for peak in peaks), f"{above:.2f}",
-            *(f"{of['rss'][name] / MB:.1f}" for name in ("prefill_peak", "decode_peak")),
+            *(f"{of['process'][name] / MB:.1f}" for name in ("prefill_peak", "decode_peak")),
         )  # fmt: skip
+        if tokens < BOUND_TOKENS:
+            continue
         if case in SMALLER:
             results.bound(f"{case}: times smaller", fp["resident"] / of["resident"], ">=", SMALLER[case])
         if "4-bit" in case:
@@ -106,32 +111,36 @@ def predictions(results: Results, console: Console) -> None:
     console.print(table)
 
 
-def rates(rounds: int, tokens: int, results: Results, console: Console) -> None:
-    """Decoded tokens per second beside the fp cache and quanto."""
-    results.measured["speed"] = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
+def rates(dtypes: list[str], rounds: int, tokens: int, results: Results, console: Console) -> None:
+    """Decoded tokens per second beside the fp cache and quanto, then of every preset."""
+    measured = results.measured["speed"] = {}
+    for name in dtypes:
         with console.status("speed") as status:
-            measured, by_cpu = speed(dtype, rounds, tokens, status.update)
-        results.measured["speed"][name] = {"tokens_per_s": measured, "tokens_per_cpu_s": by_cpu}
-        table = _table(
-            f"Decoding, SmolLM2-135M in {name}, context {CONTEXT}, {torch.get_num_threads()} threads, "
-            f"{rounds} rounds of {tokens} tokens",
-            "cache", "tokens/s (median)", "of fp", "of quanto", "of fp by CPU time",
-        )  # fmt: skip
-        for way, values in measured.items():
-            by_fp, by_quanto = ratio(measured, way, "fp"), ratio(measured, way, "quanto 4-bit")
-            table.add_row(
-                way,
-                f"{statistics.median(values):.1f}",
-                f"{by_fp:.2f}x",
-                f"{by_quanto:.2f}x",
-                f"{ratio(by_cpu, way, 'fp'):.2f}x",
-            )
+            by_clock, by_cpu = speed(getattr(torch, name), rounds, tokens, status.update)
+        measured[name] = {"tokens_per_s": by_clock, "tokens_per_cpu_s": by_cpu}
+        _rate_table(f"SmolLM2-135M in {name}", by_clock, by_cpu, ("fp", "quanto 4-bit"), tokens, console)
+        for way in by_clock:
             if way.startswith("TurboQuant"):
-                results.bound(f"{name}, {way}: speed of fp", by_fp, ">=", SPEED)
-                results.bound(f"{name}, {way}: speed of quanto", by_quanto, ">", 1.0)
-        console.print(table)
+                results.bound(f"{name}, {way}: speed of fp", ratio(by_clock, way, "fp"), ">=", SPEED)
+                results.bound(f"{name}, {way}: speed of quanto", ratio(by_clock, way, "quanto 4-bit"), ">", 1.0)
+    with console.status("speed of the presets") as status:
+        by_clock, by_cpu = preset_speed((rounds + 1) // 2, tokens, status.update)
+    measured["presets"] = {"tokens_per_s": by_clock, "tokens_per_cpu_s": by_cpu}
+    _rate_table("every preset, SmolLM2-135M in float32", by_clock, by_cpu, ("fp",), tokens, console)
+
+
+def _rate_table(
+    title: str, by_clock: Rates, by_cpu: Rates, bases: tuple[str, ...], tokens: int, console: Console
+) -> None:
+    table = _table(
+        f"Decoding, {title}, context {CONTEXT}, {torch.get_num_threads()} threads, "
+        f"{len(by_clock['fp'])} rounds of {tokens} tokens",
+        "cache", "tokens/s (median)", *(f"of {base}" for base in bases), "of fp by CPU time",
+    )  # fmt: skip
+    for way, values in by_clock.items():
+        shares = [ratio(by_clock, way, base) for base in bases] + [ratio(by_cpu, way, "fp")]
+        table.add_row(way, f"{statistics.median(values):.1f}", *(f"{share:.2f}x" for share in shares))
+    console.print(table)
 
 
 def main() -> int:
@@ -139,21 +148,32 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS), help="parts to run, comma-separated (%(default)s)")
     parser.add_argument("--tokens", type=int, default=4096, help="context length of the memory part (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=9, help="rounds of the speed part (%(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="rounds of the speed part, half as many for presets (%(default)s)"
+    )
     parser.add_argument("--decode", type=int, default=12, help="tokens a round of the speed part (%(default)s)")
+    parser.add_argument(
+        "--dtype", default="float32,bfloat16" if bf16_arithmetic() else "float32",
+        help="of the speed part; bfloat16 is left out where the CPU has no bf16 arithmetic (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--threads", type=int, help="threads of torch in the quality and speed parts (torch's own choice)"
+    )
     parser.add_argument("--check", action="store_true", help="fail when a bound is missed")
     parser.add_argument("--json", type=Path, help="write everything measured here")
     options = parser.parse_args()
     parts = options.only.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--only: unknown {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}")
-    results, console = Results(), Console()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    results, console = Results(), Console(width=max(Console().width, 120))
     if "memory" in parts:
         memory(options.tokens, results, console)
     if "quality" in parts:
         predictions(results, console)
     if "speed" in parts:
-        rates(options.rounds, options.decode, results, console)
+        rates(options.dtype.split(","), options.rounds, options.decode, results, console)
     missed = results.missed()
     table = _table("Bounds", "what", "measured", "", "bound", "")
     for what, value, relation, limit in results.bounds:

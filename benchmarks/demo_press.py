@@ -18,7 +18,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.press_caches import NO_EXACT, fill, fp_cache, load_smollm2, text_tokens, turboquant
+from benchmarks.press_caches import (
+    NO_EXACT,
+    bf16_arithmetic,
+    fill,
+    float32_products,
+    fp_cache,
+    load_smollm2,
+    text_tokens,
+    turboquant,
+)  # fmt: skip
 from benchmarks.press_memory import LiveBytes
 from tq_offload.kv_cache import resident_bytes
 
@@ -65,7 +74,6 @@ def curves(model: Any, ids: torch.Tensor) -> dict[str, list[int]]:
 
     The prefill runs in float32, which is several times faster on CPUs without bf16 arithmetic.
     """
-    model.float()
     prefilled = fp_cache(model.config)
     model.model(ids[:, : LENGTHS[-1]], past_key_values=prefilled)
     made = {
@@ -105,10 +113,13 @@ def plot(taken: dict[str, list[int]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def show(results: dict[str, dict[str, Any]], tokens: int, console: Console) -> None:
+def show(results: dict[str, dict[str, Any]], tokens: int, products: str, console: Console) -> None:
     """Two tables: bytes, and answers."""
     fp = results["no press"]
-    table = Table(title=f"SmolLM2-135M in bf16, context of {tokens} tokens", title_justify="left")
+    table = Table(
+        title=f"SmolLM2-135M in bf16{products}, context of {tokens} tokens, {torch.get_num_threads()} threads",
+        title_justify="left",
+    )
     for head in ("press", "resident MB", "smaller", "peak MB", "seconds", "answers as without"):
         table.add_column(head, justify="left" if head == "press" else "right")
     for name, of in results.items():
@@ -129,12 +140,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plot", type=Path, default=PLOT, help="where the plot goes (%(default)s)")
     parser.add_argument("--json", type=Path, help="write everything measured here")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch (%(default)s)")
+    parser.add_argument(
+        "--float32-products", action="store_true", help="multiply in float32, as where the CPU has no bf16 arithmetic"
+    )
     options = parser.parse_args()
     import kvpress  # noqa: F401  registers the pipeline
     from transformers import pipeline
 
     console = Console(width=max(Console().width, 120))
+    if options.threads:
+        torch.set_num_threads(options.threads)
     model, tokenizer = load_smollm2(torch.bfloat16)
+    native = bf16_arithmetic() and not options.float32_products
+    if not native:
+        float32_products(model)
     pipe = pipeline("kv-press-text-generation", model=model, tokenizer=tokenizer)
     context = (Path(__file__).parent / "prompt.txt").read_text(encoding="utf-8").strip() + "\n\n"
     results = {}
@@ -142,10 +162,12 @@ def main() -> int:
         with console.status(f"context and three questions: {name}"):
             results[name] = ask(pipe, context, make())
     tokens = len(tokenizer(context).input_ids)
-    show(results, tokens, console)
+    show(
+        results, tokens, "" if native else " (products of weights in float32: this CPU has no bf16 arithmetic)", console
+    )
     with console.status("memory against context length"):
         ids = torch.cat([text_tokens(tokenizer), text_tokens(tokenizer, "../prompt.txt")], dim=1)
-        taken = curves(model, ids)
+        taken = curves(load_smollm2(torch.float32)[0], ids)
     plot(taken, options.plot)
     console.print(f"plot: {options.plot}")
     if options.json:

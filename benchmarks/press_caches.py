@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from benchmarks.model import prepare_model
 from tq_offload.kv_cache import TurboQuantCache
 
 __all__ = [
-    "NO_EXACT", "CacheMaker", "Int8Cache", "fill", "fp_cache", "load_smollm2", "quanto_cache",
-    "text_tokens", "tiny_llama", "turboquant",
+    "NO_EXACT", "CacheMaker", "Int8Cache", "bf16_arithmetic", "fill", "float32_products", "fp_cache", "load_smollm2",
+    "quanto_cache", "text_tokens", "tiny_llama", "turboquant",
 ]  # fmt: skip
 
 CacheMaker = Callable[[Any], Any]
@@ -73,6 +74,26 @@ def fill(cache: Any, reference: Any, *, dtype: torch.dtype | None = None) -> Any
         cache.update(keys, values, index)
     cache.get_seq_length()  # a TurboQuantCache packs its last layer now
     return cache
+
+
+def bf16_arithmetic() -> bool:
+    """True if this CPU multiplies bf16 (AVX512-BF16, AMX, Arm BF16); without it torch takes several times longer."""
+    known = torch.cpu.get_capabilities()
+    return any(known.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def float32_products(model: Any) -> Any:
+    """Let the linear layers of a bf16 model multiply in float32 and round what comes out; K and V stay bf16."""
+
+    def forward(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        bias = None if layer.bias is None else layer.bias.float()
+        return torch.nn.functional.linear(x.float(), layer.product_weight, bias).to(x.dtype)
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_buffer("product_weight", module.weight.detach().float(), persistent=False)
+            module.forward = functools.partial(forward, module)
+    return model
 
 
 def load_smollm2(dtype: torch.dtype) -> tuple[Any, Any]:
