@@ -1,4 +1,8 @@
-"""`TurboQuantCodec`: chunks of KV cache to frames and back. The one door to the layers below."""
+"""`TurboQuantCodec`: chunks of KV cache to frames and back. The one door to the layers below.
+
+The tensors' device decides which kernels run: in CPU memory those of the codec's backend, on a GPU the Triton kernels.
+Frames are always in host memory; only packed bytes cross the bus.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from tq_offload.frame import (
     write_checksum,
     write_header,
 )
-from tq_offload.kernels import Backend, Sections, VectorParams, get_backend
+from tq_offload.kernels import Backend, Sections, device, get_backend, stream_params
 from tq_offload.layout import ChunkLayout, GroupLayout, Stream, dtype_name
 from tq_offload.spec import MEAN_MIN_TOKENS, CodecSpec
 
@@ -79,9 +83,10 @@ class TurboQuantCodec:
         """Encode a chunk.
 
         Args:
-            tensors: One CPU tensor for each group of the layout, of its shape and dtype. Read in place when contiguous.
+            tensors: One tensor for each group of the layout, of its shape and dtype, all on one device. Contiguous ones
+                are read in place.
             layout: What the tensors are.
-            out: Writable buffer (or u8 tensor) of at least `frame_size(layout)` bytes.
+            out: Writable buffer (or u8 tensor) of at least `frame_size(layout)` bytes; pinned memory for a GPU's speed.
             key: Digest of the cache key, 16 bytes; zeros: not bound.
             model: Fingerprint of the model, 16 bytes; zeros: not bound.
 
@@ -91,6 +96,7 @@ class TurboQuantCodec:
         Raises:
             NonFiniteError: NaN or Inf in a coded group. What `out` then holds is not a valid frame.
             LayoutError: Tensors and layout do not fit, or `out` is too short.
+            BackendError: The tensors are on a device that no kernels here can work on.
         """
         plan = make_plan(self.spec, layout)
         target = as_bytes(out, writable=True)
@@ -99,22 +105,30 @@ class TurboQuantCodec:
         target = target[: plan.length]
         frame = target if aligned(target) else np.empty(plan.length, np.uint8)
         target[:8] = 0  # no valid frame until the header is written again below
-        sources = _match_tensors(tensors, layout, _misfit)
-        for group, section, source, streams in zip(layout.groups, plan.opaque, sources, plan.groups, strict=True):
-            flat = flat_bits(source.contiguous(), group)
-            if section is not None:
-                section_view(frame, section, np.uint8)[...] = flat.view(np.uint8)
-            for stream in streams:
-                self._encode_stream(flat, stream, group, frame)
+        sources = [tensor.contiguous() for tensor in _match_tensors(tensors, layout, _misfit)]
+        if _on_gpu(sources):
+            device.encode_sections(sources, plan, torch.from_numpy(frame))
+        else:
+            self._encode_sections(sources, plan, frame)
         write_header(plan, frame.data, key=_digest(key), model=_digest(model))
         write_checksum(frame.data)
         if frame is not target:
             target[:] = frame
         return plan.length
 
+    def _encode_sections(self, sources: Sequence[torch.Tensor], plan: FramePlan, frame: Array) -> None:
+        for group, section, source, streams in zip(plan.layout.groups, plan.opaque, sources, plan.groups, strict=True):
+            flat = flat_bits(source, group)
+            if section is not None:
+                section_view(frame, section, np.uint8)[...] = flat.view(np.uint8)
+            for stream in streams:
+                self._encode_stream(flat, stream, group, frame)
+
     def _encode_stream(self, flat: Array, plan: StreamPlan, group: GroupLayout, frame: Array) -> None:
         if plan.coded.planes:
-            self.backend.encode(flat, plan.coded, _params(plan, group, self.spec), _stream_sections(plan, frame))
+            self.backend.encode(
+                flat, plan.coded, stream_params(plan, group.dtype, self.spec.seed), _stream_sections(plan, frame)
+            )
         if plan.raw_section is not None:
             for stored, live in _raw_planes(plan.raw, section_view(frame, plan.raw_section, flat.dtype), flat):
                 if not all_finite(live, group.dtype):
@@ -134,7 +148,8 @@ class TurboQuantCodec:
 
         Args:
             frame: Exactly one frame: bytes, bytearray, memoryview, mmap, array or u8 tensor, aligned or not.
-            tensors: Contiguous CPU tensors of the shapes and dtypes that the frame holds. Untouched on failure.
+            tensors: Contiguous tensors of the shapes and dtypes that the frame holds, all on one device. Untouched on
+                failure. On a GPU they are written in the order of the current stream: keep the frame until then.
             layout: If given, its shapes and dtypes must be the frame's; head_dim and spec are read from the frame.
             key: Digest that the frame must carry; None: not compared. A frame bound to no key fits only None or zeros.
             model: Likewise for the model.
@@ -144,7 +159,8 @@ class TurboQuantCodec:
 
         Raises:
             FrameError: A subclass with a `reason`; nothing was written.
-            LayoutError: The destination is not contiguous or not in CPU memory.
+            LayoutError: The destination is not contiguous or not on one device.
+            BackendError: It is on a device that no kernels here can work on.
         """
         checked = self.open(frame, layout=layout, key=key, model=model)
         checked.decode_into(tensors)
@@ -167,6 +183,9 @@ class TurboQuantCodec:
         if not aligned(source):
             source = source.copy()
         _check_content(plan, source)
+        if _on_gpu(targets):
+            device.decode_sections(targets, plan, torch.from_numpy(source if source.flags.writeable else source.copy()))
+            return
         for group, section, target, streams in zip(plan.layout.groups, plan.opaque, targets, plan.groups, strict=True):
             flat = flat_bits(target, group)
             if section is not None:
@@ -176,7 +195,8 @@ class TurboQuantCodec:
 
     def _decode_stream(self, flat: Array, plan: StreamPlan, group: GroupLayout, spec: CodecSpec, frame: Array) -> None:
         if plan.coded.planes:
-            self.backend.decode(flat, plan.coded, _params(plan, group, spec), _stream_sections(plan, frame))
+            params = stream_params(plan, group.dtype, spec.seed)
+            self.backend.decode(flat, plan.coded, params, _stream_sections(plan, frame))
         if plan.raw_section is not None:
             for stored, live in _raw_planes(plan.raw, section_view(frame, plan.raw_section, flat.dtype), flat):
                 live[...] = stored
@@ -216,11 +236,11 @@ class CheckedFrame:
     codec: TurboQuantCodec
 
     def decode_into(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Decode into contiguous CPU tensors of the shapes and dtypes that the frame holds. Untouched on failure.
+        """Decode into contiguous tensors of the shapes and dtypes that the frame holds. Untouched on failure.
 
         Raises:
             FrameError: The tensors are of another shape or dtype, or the frame holds what no encoder writes.
-            LayoutError: The destination is not contiguous or not in CPU memory.
+            LayoutError, BackendError: As `TurboQuantCodec.decode_into`.
         """
         targets = _match_tensors(tensors, self.header.layout, _mismatch)
         if any(not t.is_contiguous() for t in targets):
@@ -248,9 +268,13 @@ def _match_tensors(
             raise error("shape", group.shape, tuple(tensor.shape))
         if dtype_name(tensor.dtype) != group.dtype:
             raise error("dtype", group.dtype, dtype_name(tensor.dtype))
-        if tensor.device.type != "cpu":
-            raise LayoutError(f"tensors must be in CPU memory, found {tensor.device}")
+    if len({tensor.device for tensor in tensors}) > 1:
+        raise LayoutError(f"the tensors of a chunk must be on one device: {[str(t.device) for t in tensors]}")
     return list(tensors)
+
+
+def _on_gpu(tensors: Sequence[torch.Tensor]) -> bool:
+    return bool(tensors) and tensors[0].device.type != "cpu"
 
 
 def _match_header(header: FrameHeader, layout: ChunkLayout | None, key: bytes | None, model: bytes | None) -> None:
@@ -289,12 +313,6 @@ def _raw_planes(grids: Sequence[Stream], raw: Array, flat: Array) -> Iterator[tu
     for grid in grids:
         yield raw[at : at + grid.planes], grid_view(flat, grid)
         at += grid.planes
-
-
-def _params(plan: StreamPlan, group: GroupLayout, spec: CodecSpec) -> VectorParams:
-    return VectorParams(
-        group.dtype, plan.bits, spec.seed, plan.rule, plan.mean, plan.fit_range, plan.qjl, plan.outliers
-    )
 
 
 def _stream_sections(plan: StreamPlan, frame: Array) -> Sections:

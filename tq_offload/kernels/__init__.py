@@ -8,19 +8,23 @@ import os
 from functools import cache
 
 from tq_offload.errors import BackendError, ConfigError
-from tq_offload.kernels.base import Backend, Chunks, Decoder, Sections, Stream, VectorParams
+from tq_offload.kernels.base import Backend, Chunks, Decoder, Sections, Stream, VectorParams, stream_params
 
 __all__ = [
-    "BACKENDS", "BACKEND_ENV", "Backend", "Chunks", "Decoder", "Sections", "Stream", "VectorParams", "get_backend",
+    "AUTOMATIC", "BACKENDS", "BACKEND_ENV", "Backend", "Chunks", "Decoder", "Sections", "Stream", "VectorParams",
+    "get_backend", "stream_params",
 ]  # fmt: skip
 
 BACKEND_ENV = "TQ_OFFLOAD_BACKEND"
 
-# Name, module, class; in the order in which `auto` tries them.
+# Name, module, class.
 BACKENDS = {
     "numba": ("tq_offload.kernels.cpu_numba", "NumbaBackend"),
     "reference": ("tq_offload.kernels.reference", "ReferenceBackend"),
+    "triton": ("tq_offload.kernels.triton", "TritonBackend"),
 }
+AUTOMATIC = ("numba", "reference")
+"""Tried in this order by `auto`. Tensors on a GPU go to the Triton kernels whatever the backend (`kernels.device`)."""
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +42,7 @@ def _load(name: str) -> Backend:
 @cache
 def _automatic() -> Backend:
     failures = []
-    for name in BACKENDS:
+    for name in AUTOMATIC:
         try:
             backend = _load(name)
         except BackendError as error:

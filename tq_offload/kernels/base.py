@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tq_offload.frame import StreamPlan
 from tq_offload.layout import Stream
 
-__all__ = ["Backend", "Chunks", "Decoder", "Sections", "Stream", "VectorParams", "decode_each"]
+__all__ = ["Backend", "Chunks", "Decoder", "Sections", "Stream", "VectorParams", "decode_each", "stream_params"]
 
 Array = npt.NDArray[Any]
 U8 = npt.NDArray[np.uint8]
@@ -33,6 +34,11 @@ class VectorParams:
     fit_range: bool
     qjl: bool
     outliers: int = 0
+
+
+def stream_params(plan: StreamPlan, dtype: str, seed: int) -> VectorParams:
+    """How the vectors of a stream of a frame are coded."""
+    return VectorParams(dtype, plan.bits, seed, plan.rule, plan.mean, plan.fit_range, plan.qjl, plan.outliers)
 
 
 @dataclass(frozen=True)
