@@ -385,6 +385,15 @@ def test_select_tree_and_permute(dim: int, bits: int) -> None:
     assert_same(chunk(1, 70, 2, dim), replace(DEFAULTS, bits=bits), NumbaBackend(permute=False), NUMBA)
 
 
+@pytest.mark.parametrize(("lanes", "permute"), [(8, True), (16, True), (16, False)])
+def test_registers_of_eight_and_of_sixteen_lanes(lanes: int, permute: bool) -> None:
+    backend = NumbaBackend(lanes=lanes, permute=permute)
+    for bits, dtype, rule in ((4, "bfloat16", "lsq"), (3, "float32", "norm")):
+        for dim, tokens in ((128, 70), (128, 3)) if bits == 4 else ((256, 70),):
+            x = chunk(2, tokens, 3, dim, dtype, seed=dim + bits)
+            assert_same(x, replace(DEFAULTS, bits=bits, dtype=dtype, rule=rule, mean=tokens >= 64, outliers=5), backend)
+
+
 def test_select_tree_and_permute_are_different_code() -> None:
     from tq_offload.kernels.simd.config import KernelConfig
     from tq_offload.kernels.simd.driver import simd_decode_stream

@@ -38,6 +38,7 @@ class NumbaBackend:
     Args:
         simd: Use the explicit SIMD kernels for the dims and bits that they cover.
         permute: Let these use the CPU's table permute; False: the portable select tree. Same bytes either way.
+        lanes: Lanes of their registers, 8 or 16; None: as the CPU has them. Same bytes either way.
 
     Raises:
         ImportError: numba is not installed.
@@ -45,11 +46,12 @@ class NumbaBackend:
 
     name = "numba"
 
-    def __init__(self, *, simd: bool = True, permute: bool = True) -> None:
+    def __init__(self, *, simd: bool = True, permute: bool = True, lanes: int | None = None) -> None:
         if importlib.util.find_spec("numba") is None:
             raise ImportError("numba is not installed")
         self._simd = simd
         self._permute = permute
+        self._lanes = lanes
 
     def encode(self, src: Array, stream: Stream, params: VectorParams, out: Sections) -> None:
         """See `Backend.encode`."""
@@ -67,7 +69,7 @@ class NumbaBackend:
             from tq_offload.kernels.simd.driver import simd_encode_stream
 
             config = self._config(stream.dim, params, lsq=params.rule == "lsq")
-            simd_tables, _held = _simd_tables(params, stream.dim, encoding=True)
+            simd_tables, _held = _simd_tables(params, config, encoding=True)
             left = np.zeros(out.scales.size, np.uint8)
             if not simd_encode_stream(
                 config, grid, fmt if config.staged else None, coding, simd_tables, _address(left)
@@ -96,7 +98,7 @@ class NumbaBackend:
             from tq_offload.kernels.simd.driver import simd_decode_stream
 
             config = self._config(stream.dim, params, lsq=False)
-            simd_tables, _held = _simd_tables(params, stream.dim, encoding=False)
+            simd_tables, _held = _simd_tables(params, config, encoding=False)
             left = np.zeros(sections.scales.size, np.uint8)
             if not simd_decode_stream(config, grid, _written_as(params), coding, simd_tables, _address(left)):
                 return
@@ -115,7 +117,7 @@ class NumbaBackend:
         if any(_kind(part.params) != _kind(params) for part in chunks):
             raise LayoutError("chunks that are decoded together must have one dtype, number of bits, outliers and seed")
         config = self._config(dim, params, lsq=False)
-        tables, held = _simd_tables(params, dim, encoding=False)
+        tables, held = _simd_tables(params, config, encoding=False)
         jobs = np.zeros((len(chunks), JOB_FIELDS), np.int64)
         vectors = 0
         for job, part in zip(jobs, chunks, strict=True):
@@ -149,9 +151,10 @@ class NumbaBackend:
         return self._simd and not params.qjl and dim in SIMD_DIMS and params.bits in SIMD_BITS
 
     def _config(self, dim: int, params: VectorParams, *, lsq: bool) -> Any:
-        from tq_offload.kernels.simd.config import KernelConfig
+        from tq_offload.kernels.simd.config import KernelConfig, host_lanes
 
-        return KernelConfig(dim, params.bits, params.dtype != "bfloat16", lsq, self._permute)
+        lanes = (self._lanes or host_lanes()) if dim >= 128 else 8
+        return KernelConfig(dim, params.bits, params.dtype != "bfloat16", lsq, self._permute, lanes)
 
 
 @lru_cache(maxsize=64)
@@ -164,10 +167,10 @@ def _signs(seed: int, dim: int) -> Array:
 
 
 @lru_cache(maxsize=64)
-def _sign_bits(seed: int, dim: int) -> Array:
+def _sign_bits(seed: int, dim: int, lanes: int) -> Array:
     """Sign bits of stage 0 as u32 [D], paired (see `SimdTables`)."""
     bits = rotation.signs(seed, 0, dim).view(np.uint32) & np.uint32(0x80000000)
-    return np.ascontiguousarray(bits.reshape(-1, 8, 2).swapaxes(1, 2)).reshape(-1)
+    return np.ascontiguousarray(bits.reshape(-1, lanes, 2).swapaxes(1, 2)).reshape(-1)
 
 
 def _tables(params: VectorParams, dim: int) -> tuple[Any, list[Array]]:
@@ -181,14 +184,19 @@ def _tables(params: VectorParams, dim: int) -> tuple[Any, list[Array]]:
     return Tables(signs, levels, inside, base, len(table.base), np.float32(table.density)), held
 
 
-def _simd_tables(params: VectorParams, dim: int, *, encoding: bool) -> tuple[Any, list[Array]]:
+def _simd_tables(params: VectorParams, config: Any, *, encoding: bool) -> tuple[Any, list[Array]]:
     """The same for the SIMD kernels."""
     from tq_offload.kernels.simd.cells import cells
     from tq_offload.kernels.simd.driver import SimdTables
 
     table, levels = cells(params.bits), codebook.levels(params.bits)
     positive = levels[1 << (params.bits - 1) :]
-    held = [_sign_bits(params.seed, dim), table.inside, table.base, positive if encoding else levels]
+    held = [
+        _sign_bits(params.seed, config.dim, config.lanes),
+        table.inside,
+        table.base,
+        positive if encoding else levels,
+    ]
     return SimdTables(*map(_address, held)), held
 
 

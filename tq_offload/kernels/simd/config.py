@@ -21,7 +21,7 @@ from numba.extending import NativeValue, models, register_model, typeof_impl, un
 
 from tq_offload import codebook
 
-__all__ = ["FORMATS", "ConfigType", "Format", "KernelConfig", "fingerprint"]
+__all__ = ["FORMATS", "ConfigType", "Format", "KernelConfig", "fingerprint", "host_lanes"]
 
 
 class Format(NamedTuple):
@@ -71,6 +71,7 @@ class KernelConfig:
         staged: Elements are f32 in work space, converted apart; False: bfloat16 in place.
         lsq: Compute only the sums of the least-squares rule; False: those of every rule.
         permute: Use the CPU's table permute where it has one; False: always the portable select tree.
+        lanes: 32-bit lanes of a register: 8, or 16 for dims from 128 on.
     """
 
     dim: int = 0
@@ -78,11 +79,20 @@ class KernelConfig:
     staged: bool = False
     lsq: bool = False
     permute: bool = True
+    lanes: int = 8
 
     @property
     def format(self) -> Format:
         """Format of the elements that the kernel reads and writes."""
         return FORMATS["float32" if self.staged else "bfloat16"]
+
+
+@cache
+def host_lanes() -> int:
+    """16 where numba compiles for a CPU with AVX-512, else 8."""
+    from numba.core.registry import cpu_target
+
+    return 16 if "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2].split(",") else 8
 
 
 @cache

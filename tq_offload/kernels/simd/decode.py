@@ -11,8 +11,8 @@ from numba.extending import intrinsic
 from tq_offload import codebook
 from tq_offload.kernels.simd.config import KernelConfig
 from tq_offload.kernels.simd.elements import store_pair
-from tq_offload.kernels.simd.tile import PAIRED, Tile
-from tq_offload.kernels.simd.vector import FV, I8, IV, LANES, Lanes, gather
+from tq_offload.kernels.simd.tile import Tile, paired
+from tq_offload.kernels.simd.vector import I8, Lanes, gather
 
 __all__ = ["decode_vector"]
 
@@ -24,23 +24,24 @@ def decode_vector(
     """Decode one vector.
 
     (config, codes, gain = S/sqrt(D), mean f32 [D] paired, signs u32 [D] paired, levels f32 [2**bits], destination), all
-    but the gain as addresses. "Paired": of every sixteen elements first the even, then the odd ones. Where the mean is
+    but the gain as addresses. "Paired": of every two
+    registers' worth of elements first the even, then the odd ones. Where the mean is
     not to be added, `mean` points to -0.0, which changes nothing, not even the sign of a zero.
     """
     settings: KernelConfig = config.config
 
     def codegen(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        v = Lanes(context, builder, settings.permute)
+        v = Lanes(context, builder, settings.permute, settings.lanes)
         _, codes, gain, mean, signs, levels, out = args
         gains = v.broadcast(gain)
         tile = _transform(v, settings, codes, levels)
-        for first in range(0, settings.dim, 16):
+        for first in range(0, settings.dim, 2 * v.lanes):
             pair = []
             for k in (0, 1):
                 x = tile.regs[tile.register_of(first + k)]
-                sign = v.load(signs, 4 * (first + 8 * k), IV)
+                sign = v.load(signs, 4 * (first + v.lanes * k), v.iv)
                 x = v.b.fmul(x, v.as_float(v.b.xor(v.as_int(gains), sign)))
-                pair.append(v.b.fadd(x, v.load(mean, 4 * (first + 8 * k), FV)))
+                pair.append(v.b.fadd(x, v.load(mean, 4 * (first + v.lanes * k), v.fv)))
             store_pair(v, settings.format, out, first, *pair)
         return context.get_dummy_value()
 
@@ -49,31 +50,32 @@ def decode_vector(
 
 
 def _transform(v: Lanes, settings: KernelConfig, codes: Any, levels: Any) -> Tile:
-    """Levels of all codes, transformed; the lanes end as element bits 1, 2, 3."""
-    high = list(range(4, settings.dim.bit_length() - 1))
+    """Levels of all codes, transformed; the lanes end paired."""
+    bits = settings.dim.bit_length() - 1
     if settings.dim < 64:
-        tile = Tile(v, _natural_levels(v, settings, codes, levels), PAIRED, [0, *high])
-        for bit in range(settings.dim.bit_length() - 1):
+        high = range(v.lanes.bit_length(), bits)
+        tile = Tile(v, _natural_levels(v, settings, codes, levels), paired(v.lanes), [0, *high])
+        for bit in range(bits):
             tile.butterfly(bit)
         return tile
-    regs = []
-    for block in range(settings.dim // 64):
-        part = Tile(v, _block_levels(v, settings, codes, block, levels), [3, 4, 5], [0, 1, 2])
+    regs, in_block = [], 2 + v.lanes.bit_length()
+    for block in range(settings.dim >> in_block):
+        part = Tile(v, _block_levels(v, settings, codes, block, levels), list(range(3, in_block)), [0, 1, 2])
         for bit in (0, 1, 2):
             part.butterfly(bit)
-        for bit, swap in ((3, 1), (4, 2), (5, 3)):
-            part.butterfly(bit, swap)
+        for bit in range(3, in_block):
+            part.butterfly(bit, swap=bit - 2)
         regs += part.regs
-    tile = Tile(v, regs, part.lane_bits, [*part.reg_bits, *range(6, settings.dim.bit_length() - 1)])
-    for bit in range(6, settings.dim.bit_length() - 1):
+    tile = Tile(v, regs, part.lane_bits, [*part.reg_bits, *range(in_block, bits)])
+    for bit in range(in_block, bits):
         tile.butterfly(bit)
     return tile
 
 
 def _block_levels(v: Lanes, settings: KernelConfig, codes: Any, block: int, levels: Any) -> list[Any]:
-    """Levels of 64 codes: lane = group of eight codes, register = code within the group."""
-    bits = settings.bits
-    raw = v.load(codes, 8 * bits * block, ir.VectorType(I8, 8 * bits))
+    """Levels of eight codes a lane: lane = group of eight codes, register = code within the group."""
+    bits, size = settings.bits, v.lanes * settings.bits
+    raw = v.load(codes, size * block, ir.VectorType(I8, size))
     low, high = _words(v, raw, bits, 0), _words(v, raw, bits, max(bits - 4, 0))
     regs = []
     for code in range(8):
@@ -83,9 +85,9 @@ def _block_levels(v: Lanes, settings: KernelConfig, codes: Any, block: int, leve
 
 
 def _words(v: Lanes, raw: Any, bits: int, start: int) -> Any:
-    """Of eight groups of `bits` bytes: the (up to) four bytes from `start` on, one group a lane."""
-    picked = [bits * lane + min(start + byte, bits - 1) for lane in range(LANES) for byte in range(4)]
-    return v.b.bitcast(v.shuffle(raw, raw, picked), IV)
+    """Of groups of `bits` bytes: the (up to) four bytes from `start` on, one group a lane."""
+    picked = [bits * lane + min(start + byte, bits - 1) for lane in range(v.lanes) for byte in range(4)]
+    return v.b.bitcast(v.shuffle(raw, raw, picked), v.iv)
 
 
 def _level(v: Lanes, bits: int, word: Any, at: int, levels: Any) -> Any:
@@ -95,9 +97,7 @@ def _level(v: Lanes, bits: int, word: Any, at: int, levels: Any) -> Any:
     if bits <= 3:  # the table is repeated, so that the bits above the code do not matter
         return v.lookup8(table * (8 >> bits), index)
     if bits == 4:
-        top = v.b.shl(word, v.i(28 - at)) if at < 28 else word
-        positive = v.b.icmp_signed("<", top, v.i(0))
-        return v.b.select(positive, v.lookup8(table[8:], index), v.lookup8(table[:8], index))
+        return v.lookup16(table, index)
     return gather(v, levels, v.b.and_(index, v.i((1 << bits) - 1)))
 
 
@@ -108,9 +108,9 @@ def _natural_levels(v: Lanes, settings: KernelConfig, codes: Any, levels: Any) -
     for first in range(0, settings.dim, 16):
         raw = v.load(codes, first * bits // 8, ir.VectorType(I8, 2 * bits))
         for odd in (0, 1):
-            starts = [min((2 * lane + odd) * bits // 8, 2 * bits - size) for lane in range(LANES)]
+            starts = [min((2 * lane + odd) * bits // 8, 2 * bits - size) for lane in range(v.lanes)]
             picked = [s + min(byte, size - 1) for s in starts for byte in range(4)]
-            word = v.b.bitcast(v.shuffle(raw, raw, picked), IV)
+            word = v.b.bitcast(v.shuffle(raw, raw, picked), v.iv)
             shifts = [(2 * lane + odd) * bits - 8 * s for lane, s in enumerate(starts)]
             regs.append(_level(v, bits, _shift_to(v, word, shifts, bits), 0, levels))
     return regs

@@ -13,7 +13,7 @@ from tq_offload.kernels.simd.config import Format
 from tq_offload.kernels.simd.decode import decode_vector
 from tq_offload.kernels.simd.encode import add_elements, quantise, rotate, squared_norms
 from tq_offload.kernels.simd.jit import jit, kernel
-from tq_offload.kernels.simd.memory import get, get_i64, get_u16, put, put_i64, put_u8, put_u16
+from tq_offload.kernels.simd.memory import get, get_i64, get_u16, paired_index, put, put_i64, put_u8, put_u16
 from tq_offload.kernels.stream_loops import in_range, mean_bits
 from tq_offload.kernels.vector_loops import ONE, ZERO, copy, from_bf16, load_vector, store_vector, to_bf16
 
@@ -26,8 +26,8 @@ TOP = np.uint16(0x5D80)  # bf16 2**60: beyond, a decoded element might need a cl
 
 class SimdTables(NamedTuple):
     """Addresses of the sign bits u32 [D], paired; the tables of `cells`, i32 [n]; and levels, f32:
-    all of them to decode, the positive ones to encode. "Paired": of every sixteen elements first the even, then the
-    odd ones.
+    all of them to decode, the positive ones to encode. "Paired": of every two registers' worth of elements
+    first the even, then the odd ones.
     """
 
     signs: int
@@ -37,23 +37,17 @@ class SimdTables(NamedTuple):
 
 
 @jit
-def paired_index(i: Any) -> Any:
-    """Where element i sits when of every sixteen the even ones come first."""
-    return (i & ~15) | ((i & 1) << 3) | ((i & 15) >> 1)
-
-
-@jit
-def load_means(means: Any, p: Any, size: Any, out: Any) -> None:
+def load_means(config: Any, means: Any, p: Any, size: Any, out: Any) -> None:
     """bf16 means of plane p, [J*D], to f32, paired."""
     for i in range(size):
-        put(out, paired_index(i), from_bf16(get_u16(means, p * size + i)))
+        put(out, paired_index(config, i), from_bf16(get_u16(means, p * size + i)))
 
 
 @jit
-def put_coarse(row: Any, coding: Any, column: Any, index: Any) -> None:
+def put_coarse(config: Any, row: Any, coding: Any, column: Any, index: Any) -> None:
     """The coarse values of a vector, to its outlier channels in a row that is subtracted or added, paired."""
     for i in range(coding.outliers):
-        put(row, paired_index(channel_of(coding, column, i)), coarse_value(coding, column, index, i))
+        put(row, paired_index(config, channel_of(coding, column, i)), coarse_value(coding, column, index, i))
 
 
 @jit
@@ -75,7 +69,7 @@ def decode_planes(config: Any, grid: Any, fmt: Any, coding: Any, tables: Any, le
     inverse_sqrt = np.float32(1.0 / math.sqrt(grid.dim))
     for p in range(grid.planes):
         if coding.means:
-            load_means(coding.means, p, size, mean)
+            load_means(config, coding.means, p, size, mean)
         top = TOP
         if coding.outliers:
             if wild_ranges(coding, p * grid.vectors, grid.vectors):
@@ -92,7 +86,7 @@ def decode_planes(config: Any, grid: Any, fmt: Any, coding: Any, tables: Any, le
                     count += 1
                     continue
                 row = (none if bits == magnitude or not coding.means else mean) + 4 * j * grid.dim
-                put_coarse(row, coding, p * grid.vectors + j, index)
+                put_coarse(config, row, coding, p * grid.vectors + j, index)
                 at = grid.address + p * grid.plane_stride + t * grid.token_stride + j * grid.vector_stride
                 decode_vector(
                     config,
@@ -209,10 +203,10 @@ def plane_means(config: Any, grid: Any, fmt: Any, coding: Any, p: Any, sums: Any
             add_elements(config, elements(at, fmt, grid.dim, stage), sums + 4 * grid.dim * j)
     count = np.float32(1.0 / grid.tokens)
     for i in range(size):
-        put_u16(coding.means, p * size + i, mean_bits(get(sums, paired_index(i)) * count))
+        put_u16(coding.means, p * size + i, mean_bits(get(sums, paired_index(config, i)) * count))
     for j in range(grid.vectors):
         no_means_of_outliers(coding, grid.dim, p * grid.vectors + j)
-    load_means(coding.means, p, size, sums)
+    load_means(config, coding.means, p, size, sums)
 
 
 @kernel
@@ -249,8 +243,8 @@ def simd_encode_stream(config: Any, grid: Any, fmt: Format | None, coding: Any, 
                 if coding.outliers:
                     row = own + 8 * dim * b
                     copy_rows(row, mean + 4 * dim * j, none, dim)
-                    put_coarse(row, coding, p * grid.vectors + j, first + b)
-                    put_coarse(row + 4 * dim, coding, p * grid.vectors + j, first + b)
+                    put_coarse(config, row, coding, p * grid.vectors + j, first + b)
+                    put_coarse(config, row + 4 * dim, coding, p * grid.vectors + j, first + b)
                     put_i64(rows, b, row)
                     put_i64(bare, b, row + 4 * dim)
                 j += 1

@@ -1,4 +1,4 @@
-"""Sixteen elements of a coded dtype to two registers of f32 (even elements, odd elements) and back."""
+"""Two registers' worth of elements of a coded dtype to f32 (even elements, odd elements) and back."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _INTERLEAVED = [i // 2 + (i & 1) * LANES for i in range(16)]
 
 
 def load_pair(v: Lanes, fmt: Format, address: Any, first: int) -> tuple[Any, Any]:
-    """Elements first..first+15 of the vector at an address, exactly, as f32; NaN and Inf as something not finite."""
+    """Elements from `first` on of the vector at an address, exactly, as f32; NaN and Inf as something not finite."""
     if fmt.itemsize == 4:
-        a, b = v.load(address, 4 * first, FV), v.load(address, 4 * first + 32, FV)
-        return v.shuffle(a, b, _EVEN), v.shuffle(a, b, _ODD)
+        a, b = v.load(address, 4 * first, v.fv), v.load(address, 4 * (first + v.lanes), v.fv)
+        return v.shuffle(a, b, range(0, 2 * v.lanes, 2)), v.shuffle(a, b, range(1, 2 * v.lanes, 2))
     if fmt.itemsize == 2:
-        pairs = v.load(address, 2 * first, IV)
+        pairs = v.load(address, 2 * first, v.iv)
     else:
         pairs = v.b.bitcast(v.b.zext(v.load(address, first, _BYTES16), _SHORTS16), IV)
     if fmt.shift == 16:  # bfloat16
@@ -44,13 +44,14 @@ def _widen(v: Lanes, fmt: Format, bits: Any) -> Any:
 
 
 def store_pair(v: Lanes, fmt: Format, address: Any, first: int, even: Any, odd: Any) -> None:
-    """Round to nearest even and store elements first..first+15.
+    """Round to nearest even and store the elements from `first` on.
 
     float16 and float8 are clamped to their finite range. bfloat16 and float32 are not: see `clamped`.
     """
     if fmt.itemsize == 4:
-        v.store(v.shuffle(even, odd, _INTERLEAVED[:8]), address, 4 * first)
-        v.store(v.shuffle(even, odd, _INTERLEAVED[8:]), address, 4 * first + 32)
+        interleaved = [i // 2 + (i & 1) * v.lanes for i in range(2 * v.lanes)]
+        v.store(v.shuffle(even, odd, interleaved[: v.lanes]), address, 4 * first)
+        v.store(v.shuffle(even, odd, interleaved[v.lanes :]), address, 4 * (first + v.lanes))
         return
     if fmt.shift == 16:
         low = v.b.lshr(_rounded(v, v.as_int(even), 16), v.i(16))

@@ -1,7 +1,7 @@
 """SIMD encoding of one vector in three passes, D a power of two from 16 to 512 (docs/wire-format.md, section 5).
 
 The passes are apart so that the driver can run each over a batch of vectors: square roots and divisions between them
-then do not wait for one another. "Paired" order: of every sixteen elements first the even, then the odd ones.
+then do not wait for one another. "Paired" order: of every two registers' worth first the even, then the odd elements.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tq_offload import codebook
 from tq_offload.kernels.simd.cells import cells
 from tq_offload.kernels.simd.config import KernelConfig
 from tq_offload.kernels.simd.elements import load_pair
-from tq_offload.kernels.simd.tile import PAIRED, Tile
-from tq_offload.kernels.simd.vector import FV, I8, I64, IV, LANES, Lanes, gather, halving_tree
+from tq_offload.kernels.simd.tile import Tile, paired
+from tq_offload.kernels.simd.vector import I8, I64, Lanes, gather, halving_tree
 
 __all__ = ["add_elements", "quantise", "rotate", "squared_norms"]
 
 
 def _emitter(context: Any, builder: Any, config: Any) -> tuple[Lanes, KernelConfig]:
-    return Lanes(context, builder, config.config.permute), config.config
+    return Lanes(context, builder, config.config.permute, config.config.lanes), config.config
 
 
 @intrinsic
@@ -32,10 +32,10 @@ def add_elements(_context: Any, config: Any, _source: Any, _sums: Any) -> Any:
 
     def codegen(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
         v, settings = _emitter(context, builder, config)
-        for first in range(0, settings.dim, 16):
+        for first in range(0, settings.dim, 2 * v.lanes):
             for k, x in enumerate(load_pair(v, settings.format, args[1], first)):
-                at = 4 * (first + LANES * k)
-                v.store(v.b.fadd(v.load(args[2], at, FV), x), args[2], at)
+                at = 4 * (first + v.lanes * k)
+                v.store(v.b.fadd(v.load(args[2], at, v.fv), x), args[2], at)
         return context.get_dummy_value()
 
     return types.void(config, types.int64, types.int64), codegen
@@ -50,12 +50,13 @@ def squared_norms(_context: Any, config: Any, _source: Any, _mean: Any, _out: An
         _, source, mean, out = args
 
         def squares(i: int) -> list[Any]:
-            pair = load_pair(v, settings.format, source, 16 * i)
+            first = 2 * v.lanes * i
+            pair = load_pair(v, settings.format, source, first)
             values = [v.b.fmul(x, x) for x in pair]
-            shifted = [v.b.fsub(x, v.load(mean, 4 * (16 * i + LANES * k), FV)) for k, x in enumerate(pair)]
+            shifted = [v.b.fsub(x, v.load(mean, 4 * (first + v.lanes * k), v.fv)) for k, x in enumerate(pair)]
             return values + [v.b.fmul(x, x) for x in shifted]
 
-        sums = halving_tree(squares, v.b.fadd, settings.dim // 16)
+        sums = halving_tree(squares, v.b.fadd, settings.dim // (2 * v.lanes))
         for k in range(0, len(sums), 2):
             even, odd = v.horizontal_sums(sums[k], sums[k + 1])
             v.store(v.b.fadd(even, odd), out, 2 * k)
@@ -75,15 +76,15 @@ def rotate(_context: Any, config: Any, _source: Any, _mean: Any, _signs: Any, _o
         v, settings = _emitter(context, builder, config)
         _, source, mean, signs, out = args
         regs = []
-        for first in range(0, settings.dim, 16):
+        for first in range(0, settings.dim, 2 * v.lanes):
             for k, x in enumerate(load_pair(v, settings.format, source, first)):
-                at = 4 * (first + LANES * k)
-                w = v.b.fsub(x, v.load(mean, at, FV))
-                regs.append(v.as_float(v.b.xor(v.as_int(w), v.load(signs, at, IV))))
+                at = 4 * (first + v.lanes * k)
+                w = v.b.fsub(x, v.load(mean, at, v.fv))
+                regs.append(v.as_float(v.b.xor(v.as_int(w), v.load(signs, at, v.iv))))
         regs = _transform(v, regs)
         top = v.absolute(regs[0])
         for k, y in enumerate(regs):
-            v.store(y, out, 32 * k)
+            v.store(y, out, 4 * v.lanes * k)
             if k:
                 top = v.maximum(top, v.absolute(y))
         return v.horizontal_maximum(top)
@@ -99,10 +100,10 @@ def _transform(v: Lanes, regs: list[Any]) -> list[Any]:
         low, high = _transform(v, regs[:half]), _transform(v, regs[half:])
         sums = [v.b.fadd(a, b) for a, b in zip(low, high, strict=True)]
         return sums + [v.b.fsub(a, b) for a, b in zip(low, high, strict=True)]
-    tile = Tile(v, regs, PAIRED, [0])
+    tile = Tile(v, regs, paired(v.lanes), [0])
     tile.butterfly(0)
-    for bit, swap in ((1, 0), (2, 1), (3, 2)):
-        tile.butterfly(bit, swap)
+    for bit in paired(v.lanes):
+        tile.butterfly(bit, swap=bit - 1)
     return tile.regs
 
 
@@ -120,16 +121,17 @@ def quantise(
         v, settings = _emitter(context, builder, config)
         _, y, inverse, inside, base, levels, out_codes, out = args
         inverses = v.broadcast(inverse)
-        codes: list[Any] = [None] * (settings.dim // LANES)
+        codes: list[Any] = [None] * (settings.dim // v.lanes)
 
         def products(i: int) -> list[Any]:
-            t = v.b.fmul(v.load(y, 32 * i, FV), inverses)
+            t = v.b.fmul(v.load(y, 4 * v.lanes * i, v.fv), inverses)
             codes[i], t, c = _quantised(v, settings.bits, t, inside, base, levels)
             return [v.b.fmul(t, c), v.b.fmul(c, c)] + ([] if settings.lsq else [v.b.fmul(t, t)])
 
         sums = halving_tree(products, v.b.fadd, len(codes))
-        for first in range(0, len(codes), 4):
-            _pack(v, settings.bits, codes[first : first + 4], out_codes, first * settings.bits)
+        many = 32 // v.lanes
+        for first in range(0, len(codes), many):
+            _pack(v, settings.bits, codes[first : first + many], out_codes, first * v.lanes * settings.bits // 8)
         for k, total in enumerate([*v.horizontal_sums(*sums[:2]), *v.horizontal_sums(sums[-1], sums[-1])][: len(sums)]):
             v.store(total, out, 4 * k)
         return context.get_dummy_value()
@@ -139,7 +141,7 @@ def quantise(
 
 
 def _quantised(v: Lanes, bits: int, t: Any, inside: Any, base: Any, levels: Any) -> tuple[Any, Any, Any]:
-    """(codes as i32, |t|, |c|) of eight coordinates; ties, and both zeros, go to the lower code."""
+    """(codes as i32, |t|, |c|) of a register of coordinates; ties, and both zeros, go to the lower code."""
     half = 1 << (bits - 1)
     table = cells(bits)
     small = len(table.base) == 8
@@ -148,7 +150,7 @@ def _quantised(v: Lanes, bits: int, t: Any, inside: Any, base: Any, levels: Any)
     if bits == 1:
         k = v.i(0)
     else:
-        cell = v.b.fptosi(v.b.fmul(t, v.f(table.density)), IV)
+        cell = v.b.fptosi(v.b.fmul(t, v.f(table.density)), v.iv)
         cell = v.minimum_int(cell, len(table.base) - 1)
         threshold = v.lookup8_int(table.inside.tolist(), cell) if small else v.as_int(gather(v, inside, cell))
         below = v.lookup8_int(table.base.tolist(), cell) if small else v.as_int(gather(v, base, cell))
@@ -163,7 +165,7 @@ def _quantised(v: Lanes, bits: int, t: Any, inside: Any, base: Any, levels: Any)
 
 
 def _pack(v: Lanes, bits: int, codes: list[Any], address: Any, offset: int) -> None:
-    """Pack up to four registers of eight codes: one 64-bit lane for each, squeezed in three steps."""
+    """Pack up to 32 codes in registers: a 64-bit lane for every eight, squeezed in three steps."""
     while len(codes) > 1:
         codes = [v.shuffle(a, b, list(range(2 * a.type.count))) for a, b in zip(codes[0::2], codes[1::2], strict=True)]
     count = codes[0].type.count

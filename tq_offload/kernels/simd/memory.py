@@ -15,7 +15,7 @@ from tq_offload.kernels.simd.vector import F32, FV, I8, I16, I32, I64, Lanes
 
 __all__ = [
     "add8", "bits_of", "butterfly8", "butterfly_lanes", "f32_of", "get", "get_i32", "get_i64", "get_u8", "get_u16",
-    "get_u32", "mul8", "put", "put_i64", "put_u8", "put_u16", "put_u32", "scale8", "sub8", "top8",
+    "get_u32", "mul8", "paired_index", "put", "put_i64", "put_u8", "put_u16", "put_u32", "scale8", "sub8", "top8",
 ]  # fmt: skip
 
 
@@ -55,6 +55,20 @@ get_u16, put_u16 = _getter(I16, types.uint16, 2), _putter(types.uint16, 2)
 get_i32 = _getter(I32, types.int32, 4)
 get_i64, put_i64 = _getter(I64, types.int64, 8), _putter(types.int64, 8)
 get_u32, put_u32 = _getter(I32, types.uint32, 4), _putter(types.uint32, 4)
+
+
+@intrinsic
+def paired_index(_context: Any, config: Any, _index: Any) -> Any:
+    """(config, i): where element i sits when of every two registers' worth the even ones come first."""
+    lanes = config.config.lanes
+
+    def codegen(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        block = builder.and_(args[1], I64(-2 * lanes))
+        odd = builder.mul(builder.and_(args[1], I64(1)), I64(lanes))
+        within = builder.lshr(builder.and_(args[1], I64(2 * lanes - 1)), I64(1))
+        return builder.or_(block, builder.or_(odd, within))
+
+    return types.int64(config, types.int64), codegen
 
 
 @intrinsic

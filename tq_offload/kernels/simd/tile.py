@@ -11,26 +11,47 @@ from typing import Any
 
 from tq_offload.kernels.simd.vector import Lanes
 
-__all__ = ["PAIRED", "Tile"]
+__all__ = ["Tile", "paired"]
 
-PAIRED = [1, 2, 3]  # lane bits of elements loaded as eight even and eight odd ones of sixteen
+# For every lane bit: the lanes with the bit clear and those with it set, of two registers, as one x86 shuffle each;
+# then the new order of the lane bits, -1 standing for the register bit that was swapped in. By number of lanes.
+_SPLITS = {
+    8: (
+        ([0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15], (1, -1, 2)),
+        ([0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15], (-1, 0, 2)),
+        ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15], (0, 1, -1)),
+    ),
+    16: (
+        *(
+            ([g + i for g in range(0, 16, 4) for i in clear], [g + i for g in range(0, 16, 4) for i in is_set], order)
+            for clear, is_set, order in (
+                ((0, 2, 16, 18), (1, 3, 17, 19), (1, -1, 2, 3)),
+                ((0, 16, 1, 17), (2, 18, 3, 19), (-1, 0, 2, 3)),
+            )
+        ),
+        *(
+            ([4 * g + i for g in clear for i in range(4)], [4 * g + i for g in is_set for i in range(4)], order)
+            for clear, is_set, order in (
+                ((0, 2, 4, 6), (1, 3, 5, 7), (0, 1, 3, -1)),
+                ((0, 1, 4, 5), (2, 3, 6, 7), (0, 1, 2, -1)),
+            )
+        ),
+    ),
+}
 
-# For lane bit 0, 1, 2: the lanes with the bit clear and those with it set, of two registers, as one AVX2 shuffle each;
-# then the new order of the lane bits, -1 standing for the register bit that was swapped in.
-_SPLITS = (
-    ([0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15], (1, -1, 2)),
-    ([0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15], (-1, 0, 2)),
-    ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15], (0, 1, -1)),
-)
+
+def paired(lanes: int) -> list[int]:
+    """Lane bits of elements that were loaded as one register of even and one of odd ones."""
+    return list(range(1, lanes.bit_length()))
 
 
 class Tile:
-    """Registers of eight lanes that hold the elements of a vector, or of a block of it.
+    """Registers that hold the elements of a vector, or of a block of it.
 
     Args:
         v: The emitter.
         regs: Registers; bit k of a register's number is bit `reg_bits[k]` of the element index.
-        lane_bits: Bits of the element index that the three bits of the lane number stand for.
+        lane_bits: Bits of the element index that the bits of the lane number stand for.
         reg_bits: See `regs`.
     """
 
@@ -62,13 +83,13 @@ class Tile:
 
     def _across_lanes(self, k: int) -> None:
         v = self.v
-        flip = v.i([0x80000000 if lane >> k & 1 else 0 for lane in range(8)])
+        flip = v.i([0x80000000 if lane >> k & 1 else 0 for lane in range(v.lanes)])
         for i, x in enumerate(self.regs):
-            partner = v.shuffle(x, x, [lane ^ 1 << k for lane in range(8)])
+            partner = v.shuffle(x, x, [lane ^ 1 << k for lane in range(v.lanes)])
             self.regs[i] = v.b.fadd(partner, v.as_float(v.b.xor(v.as_int(x), flip)))
 
     def _swapping(self, lane: int, k: int) -> None:
-        clear, is_set, order = _SPLITS[lane]
+        clear, is_set, order = _SPLITS[self.v.lanes][lane]
         bit, swapped = self.lane_bits[lane], self.reg_bits[k]
         for i, j in self._pairs(k):
             low = self.v.fence(self.v.shuffle(self.regs[i], self.regs[j], clear))

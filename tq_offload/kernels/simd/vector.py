@@ -1,7 +1,7 @@
-"""A thin builder of LLVM IR on registers of eight 32-bit lanes.
+"""A thin builder of LLVM IR on registers of eight or sixteen 32-bit lanes.
 
-Eight lanes are one AVX2 register; LLVM splits them for SSE2 and NEON. No fast-math flags are ever set, so the order
-of operations written here is the order in which they are done.
+Eight lanes are one AVX2 register, sixteen one of AVX-512; LLVM splits what a CPU has not. No fast-math flags are ever
+set, so the order of operations written here is the order in which they are done, whatever the number of lanes.
 """
 
 from __future__ import annotations
@@ -39,37 +39,38 @@ class Lanes:
         context: numba's target context.
         builder: The builder; `self.b` for everything that needs no help.
         permute: Use the CPU's table permute where it has one.
+        lanes: 8 or 16. `self.fv` and `self.iv` are the types of a register.
     """
 
-    def __init__(self, context: Any, builder: Any, permute: bool) -> None:
-        self.b = builder
-        self._avx2 = permute and "+avx2" in context.codegen().magic_tuple()[2].split(",")
+    def __init__(self, context: Any, builder: Any, permute: bool, lanes: int = LANES) -> None:
+        self.b, self.lanes = builder, lanes
+        self.fv, self.iv = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
+        features = context.codegen().magic_tuple()[2].split(",")
+        self._permute = permute and ("+avx2" if lanes == LANES else "+avx512f") in features
 
-    @staticmethod
-    def f(value: float | Sequence[float]) -> Any:
+    def f(self, value: float | Sequence[float]) -> Any:
         """f32 constant in all lanes, or one constant for each lane."""
-        values = [float(value)] * LANES if isinstance(value, (int, float)) else [float(v) for v in value]
-        return ir.Constant(FV, [ir.Constant(F32, v) for v in values])
+        values = [float(value)] * self.lanes if isinstance(value, (int, float)) else [float(v) for v in value]
+        return ir.Constant(self.fv, [ir.Constant(F32, v) for v in values])
 
-    @staticmethod
-    def i(value: int | Sequence[int]) -> Any:
+    def i(self, value: int | Sequence[int]) -> Any:
         """i32 constant in all lanes, or one constant for each lane."""
-        values = [value] * LANES if isinstance(value, int) else list(value)
-        return ir.Constant(IV, [ir.Constant(I32, v & 0xFFFFFFFF) for v in values])
+        values = [value] * self.lanes if isinstance(value, int) else list(value)
+        return ir.Constant(self.iv, [ir.Constant(I32, v & 0xFFFFFFFF) for v in values])
 
     def as_int(self, x: Any) -> Any:
         """Bits of f32 lanes."""
-        return self.b.bitcast(x, IV)
+        return self.b.bitcast(x, self.iv)
 
     def as_float(self, x: Any) -> Any:
         """f32 lanes of bits."""
-        return self.b.bitcast(x, FV)
+        return self.b.bitcast(x, self.fv)
 
     def broadcast(self, scalar: Any) -> Any:
         """A scalar in all lanes."""
-        vector = ir.VectorType(scalar.type, LANES)
+        vector = ir.VectorType(scalar.type, self.lanes)
         one = self.b.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(I32, 0))
-        return self.shuffle(one, one, [0] * LANES)
+        return self.shuffle(one, one, [0] * self.lanes)
 
     def pointer(self, address: Any, offset: int, typ: Any) -> Any:
         """Pointer to `typ` at `address + offset` bytes."""
@@ -94,25 +95,36 @@ class Lanes:
 
     def fence(self, x: Any) -> Any:
         """x; keeps LLVM from making x86's slow horizontal adds of a shuffle and an addition."""
-        return self.b.call(self._intrinsic("llvm.arithmetic.fence.v8f32", FV, [FV]), [x])
+        return self.b.call(self._intrinsic(f"llvm.arithmetic.fence.v{self.lanes}f32", self.fv, [self.fv]), [x])
 
     def lane_mask(self, condition: Any) -> Any:
         """All bits set in the lanes where the condition holds."""
-        return self.b.sext(condition, IV)
+        return self.b.sext(condition, self.iv)
 
     def lookup8(self, table: Sequence[float], index: Any) -> Any:
         """table[index & 7] in every lane, f32; the table has eight entries."""
-        if self._avx2:
-            fn = self._intrinsic("llvm.x86.avx2.permps", FV, [FV, IV])
-            return self.b.call(fn, [self.f(table), index])
+        if self._permute:
+            return self._permuted(self.f(list(table) * (self.lanes // 8)), index)
         return self._select_tree([self.f(v) for v in table], index)
+
+    def lookup16(self, table: Sequence[float], index: Any) -> Any:
+        """table[index & 15] in every lane, f32; the table has sixteen entries."""
+        if self._permute and self.lanes == 16:
+            return self._permuted(self.f(table), index)
+        upper = self.b.icmp_signed("<", self.b.shl(index, self.i(28)), self.i(0))
+        return self.b.select(upper, self.lookup8(table[8:], index), self.lookup8(table[:8], index))
 
     def lookup8_int(self, table: Sequence[int], index: Any) -> Any:
         """table[index & 7] in every lane, i32."""
-        if self._avx2:
-            fn = self._intrinsic("llvm.x86.avx2.permd", IV, [IV, IV])
-            return self.b.call(fn, [self.i(table), index])
+        if self._permute:
+            floats = self.b.bitcast(self.i(list(table) * (self.lanes // 8)), self.fv)
+            return self.as_int(self._permuted(floats, index))
         return self._select_tree([self.i(v) for v in table], index)
+
+    def _permuted(self, table: Any, index: Any) -> Any:
+        """Lane `index` of a register, modulo the number of lanes."""
+        name = "llvm.x86.avx2.permps" if self.lanes == LANES else "llvm.x86.avx512.permvar.sf.512"
+        return self.b.call(self._intrinsic(name, self.fv, [self.fv, self.iv]), [table, index])
 
     def _select_tree(self, entries: list[Any], index: Any) -> Any:
         for bit in range(3):
@@ -141,17 +153,19 @@ class Lanes:
 
     def horizontal_sums(self, a: Any, b: Any) -> tuple[Any, Any]:
         """Sums of the lanes of a and of b by halving, as scalars."""
+        if self.lanes == 16:
+            a, b = (self.b.fadd(self.shuffle(x, x, range(8)), self.shuffle(x, x, range(8, 16))) for x in (a, b))
         x = self.b.fadd(
             self.shuffle(a, b, [0, 1, 2, 3, 8, 9, 10, 11]), self.shuffle(a, b, [4, 5, 6, 7, 12, 13, 14, 15])
         )
         for step in (2, 1):
-            x = self.b.fadd(x, self.shuffle(x, x, [(i + step) & 3 | i & 4 for i in range(LANES)]))
+            x = self.b.fadd(x, self.shuffle(x, x, [(i + step) & 3 | i & 4 for i in range(8)]))
         return self.lane(x, 0), self.lane(x, 4)
 
     def horizontal_maximum(self, x: Any) -> Any:
         """The largest lane, as a scalar."""
-        for step in (4, 2, 1):
-            x = self.maximum(x, self.shuffle(x, x, [i ^ step for i in range(LANES)]))
+        for step in (8, 4, 2, 1)[self.lanes == LANES :]:
+            x = self.maximum(x, self.shuffle(x, x, [i ^ step for i in range(self.lanes)]))
         return self.lane(x, 0)
 
     def lane(self, x: Any, i: int) -> Any:
@@ -161,8 +175,8 @@ class Lanes:
 
 def gather(v: Lanes, table: Any, index: Any) -> Any:
     """f32 table[index] in every lane, from memory."""
-    out = ir.Constant(FV, ir.Undefined)
-    for lane in range(LANES):
+    out = ir.Constant(v.fv, ir.Undefined)
+    for lane in range(v.lanes):
         i = v.b.zext(v.lane(index, lane), I64)
         at = v.b.add(table, v.b.shl(i, ir.Constant(I64, 2)))
         out = v.b.insert_element(out, v.load(at, 0, F32), ir.Constant(I32, lane))
