@@ -7,14 +7,23 @@ Frames are always in host memory; only packed bytes cross the bus.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from tq_offload.buffers import Array, aligned, all_finite, as_bytes, flat_bits, grid_view, section_view
-from tq_offload.errors import FrameContentError, FrameMismatchError, LayoutError, NonFiniteError, TQOffloadError
+from tq_offload.errors import (
+    ConfigError,
+    FrameContentError,
+    FrameMismatchError,
+    LayoutError,
+    NonFiniteError,
+    TQOffloadError,
+)
 from tq_offload.frame import (
     UNBOUND,
     FrameHeader,
@@ -27,11 +36,14 @@ from tq_offload.frame import (
     write_checksum,
     write_header,
 )
-from tq_offload.kernels import Backend, Sections, device, get_backend, stream_params
+from tq_offload.kernels import Backend, Sections, device, get_backend, split_planes, stream_params
 from tq_offload.layout import ChunkLayout, GroupLayout, Stream, dtype_name
 from tq_offload.spec import MEAN_MIN_TOKENS, CodecSpec
 
 __all__ = ["CheckedFrame", "TurboQuantCodec", "cache_key_digest", "model_fingerprint"]
+
+
+MAX_THREADS = 256
 
 
 def cache_key_digest(*fields: bytes | str | int) -> bytes:
@@ -50,14 +62,19 @@ class TurboQuantCodec:
     Args:
         spec: How to encode. Decoding takes its settings from the frame.
         backend: Kernel backend: `auto`, `numba` or `reference`. All of them write the same bytes.
+        threads: Threads that work on one chunk in CPU memory; all calls of this codec share them. 1: the caller's own.
 
     Raises:
         ConfigError, BackendError: From the choice of the backend.
     """
 
-    def __init__(self, spec: CodecSpec | None = None, backend: str | Backend = "auto") -> None:
+    def __init__(self, spec: CodecSpec | None = None, backend: str | Backend = "auto", *, threads: int = 1) -> None:
+        if type(threads) is not int or not 1 <= threads <= MAX_THREADS:
+            raise ConfigError("threads", threads, f"an integer from 1 to {MAX_THREADS}")
         self.spec = CodecSpec() if spec is None else spec
         self.backend: Backend = get_backend(backend) if isinstance(backend, str) else backend
+        self.threads = threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tq-codec") if threads > 1 else None
 
     def frame_size(self, layout: ChunkLayout) -> int:
         """Exact size in bytes of every frame of that layout."""
@@ -117,23 +134,29 @@ class TurboQuantCodec:
         return plan.length
 
     def _encode_sections(self, sources: Sequence[torch.Tensor], plan: FramePlan, frame: Array) -> None:
+        jobs: list[Callable[[], None]] = []
         for group, section, source, streams in zip(plan.layout.groups, plan.opaque, sources, plan.groups, strict=True):
             flat = flat_bits(source, group)
             if section is not None:
                 section_view(frame, section, np.uint8)[...] = flat.view(np.uint8)
             for stream in streams:
-                self._encode_stream(flat, stream, group, frame)
+                if stream.coded.planes:
+                    params = stream_params(stream, group.dtype, self.spec.seed)
+                    for part, sections in split_planes(stream.coded, _stream_sections(stream, frame), self.threads):
+                        jobs.append(partial(self.backend.encode, flat, part, params, sections))
+                jobs.append(partial(_encode_raw, flat, stream, group.dtype, frame))
+        self._run(jobs)
 
-    def _encode_stream(self, flat: Array, plan: StreamPlan, group: GroupLayout, frame: Array) -> None:
-        if plan.coded.planes:
-            self.backend.encode(
-                flat, plan.coded, stream_params(plan, group.dtype, self.spec.seed), _stream_sections(plan, frame)
-            )
-        if plan.raw_section is not None:
-            for stored, live in _raw_planes(plan.raw, section_view(frame, plan.raw_section, flat.dtype), flat):
-                if not all_finite(live, group.dtype):
-                    raise NonFiniteError("NaN or Inf in a protected layer of the KV chunk")
-                stored[...] = live
+    def _run(self, jobs: Sequence[Callable[[], None]]) -> None:
+        """Do all of them. They refer to the caller's buffers: all have ended when this returns or raises."""
+        if self._pool is None:
+            for job in jobs:
+                job()
+            return
+        futures = [self._pool.submit(job) for job in jobs]
+        wait(futures)
+        for future in futures:
+            future.result()
 
     def decode_into(
         self,
@@ -186,20 +209,18 @@ class TurboQuantCodec:
         if _on_gpu(targets):
             device.decode_sections(targets, plan, torch.from_numpy(source if source.flags.writeable else source.copy()))
             return
+        jobs: list[Callable[[], None]] = []
         for group, section, target, streams in zip(plan.layout.groups, plan.opaque, targets, plan.groups, strict=True):
             flat = flat_bits(target, group)
             if section is not None:
                 flat.view(np.uint8)[...] = section_view(source, section, np.uint8)
             for stream in streams:
-                self._decode_stream(flat, stream, group, plan.spec, source)
-
-    def _decode_stream(self, flat: Array, plan: StreamPlan, group: GroupLayout, spec: CodecSpec, frame: Array) -> None:
-        if plan.coded.planes:
-            params = stream_params(plan, group.dtype, spec.seed)
-            self.backend.decode(flat, plan.coded, params, _stream_sections(plan, frame))
-        if plan.raw_section is not None:
-            for stored, live in _raw_planes(plan.raw, section_view(frame, plan.raw_section, flat.dtype), flat):
-                live[...] = stored
+                if stream.coded.planes:
+                    params = stream_params(stream, group.dtype, plan.spec.seed)
+                    for part, sections in split_planes(stream.coded, _stream_sections(stream, source), self.threads):
+                        jobs.append(partial(self.backend.decode, flat, part, params, sections))
+                jobs.append(partial(_decode_raw, flat, stream, source))
+        self._run(jobs)
 
     def decode(self, frame: Any, *, key: bytes | None = None, model: bytes | None = None) -> list[torch.Tensor]:
         """Decode a frame into new tensors, one for each group. See `decode_into`."""
@@ -305,6 +326,22 @@ def _digest(value: bytes) -> bytes:
     if len(value) != len(UNBOUND):
         raise LayoutError(f"a digest has {len(UNBOUND)} bytes, found {len(value)}")
     return bytes(value)
+
+
+def _encode_raw(flat: Array, plan: StreamPlan, dtype: str, frame: Array) -> None:
+    """Copy the protected planes of a stream to their section."""
+    if plan.raw_section is not None:
+        for stored, live in _raw_planes(plan.raw, section_view(frame, plan.raw_section, flat.dtype), flat):
+            if not all_finite(live, dtype):
+                raise NonFiniteError("NaN or Inf in a protected layer of the KV chunk")
+            stored[...] = live
+
+
+def _decode_raw(flat: Array, plan: StreamPlan, frame: Array) -> None:
+    """Undo `_encode_raw`."""
+    if plan.raw_section is not None:
+        for stored, live in _raw_planes(plan.raw, section_view(frame, plan.raw_section, flat.dtype), flat):
+            live[...] = stored
 
 
 def _raw_planes(grids: Sequence[Stream], raw: Array, flat: Array) -> Iterator[tuple[Array, Array]]:

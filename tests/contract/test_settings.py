@@ -42,7 +42,8 @@ def test_every_variable_is_read() -> None:
         "TQ_OFFLOAD_SEED": "5", "TQ_OFFLOAD_MEAN": "0", "TQ_OFFLOAD_KEY_RULE": "norm", "TQ_OFFLOAD_VALUE_RULE": "lsq",
         "TQ_OFFLOAD_QJL": "1", "TQ_OFFLOAD_KEY_OUTLIERS": "6", "TQ_OFFLOAD_PROTECT_FIRST": "1",
         "TQ_OFFLOAD_PROTECT_LAST": "2",
-        "TQ_OFFLOAD_HEAD_DIM": "96", "TQ_OFFLOAD_WORKERS": "7", "TQ_OFFLOAD_UINT8_AS": "float8_e5m2",
+        "TQ_OFFLOAD_HEAD_DIM": "96", "TQ_OFFLOAD_WORKERS": "7", "TQ_OFFLOAD_THREADS": "3",
+        "TQ_OFFLOAD_UINT8_AS": "float8_e5m2",
         "TQ_OFFLOAD_REPAIR": "0", "TQ_OFFLOAD_BACKEND": "reference", "TQ_OFFLOAD_BITS": "8",
     }  # fmt: skip
     env["TQ_OFFLOAD_FIT_RANGE"] = "0"
@@ -53,7 +54,7 @@ def test_every_variable_is_read() -> None:
         key_outliers=6, protect_first=1, protect_last=2,
     )  # fmt: skip
     assert (settings.head_dim, settings.workers, settings.uint8_as) == (96, 7, "float8_e5m2")
-    assert (settings.repair, settings.backend) == (False, "reference")
+    assert (settings.repair, settings.backend, settings.threads) == (False, "reference", 3)
 
 
 @pytest.mark.parametrize(

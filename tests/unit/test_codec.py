@@ -136,6 +136,26 @@ def test_qjl_removes_bias_of_inner_products(backend: str) -> None:
     assert abs(inner[True] - 1) < 0.02
 
 
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_threads_write_the_same_bytes(threads: int) -> None:
+    x = make_tensor((2, 5, 70, 128))
+    layout = layout_of(x, head_dim=64)
+    for spec in SPECS:
+        one, many = TurboQuantCodec(spec), TurboQuantCodec(spec, threads=threads)
+        frame = one.encode([x], layout)
+        assert many.encode([x], layout) == frame
+        assert torch.equal(many.decode(frame)[0].view(torch.int16), one.decode(frame)[0].view(torch.int16))
+    x[1, 4, 3, 2] = torch.inf
+    with pytest.raises(NonFiniteError):
+        TurboQuantCodec(threads=threads).encode([x], layout)
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1.0, True, 257])
+def test_a_number_of_threads_that_cannot_be(threads: object) -> None:
+    with pytest.raises(ConfigError, match="threads"):
+        TurboQuantCodec(threads=threads)  # type: ignore[arg-type]
+
+
 def turning_keys(heads: int = 2) -> torch.Tensor:
     """KV [2, 1, 256, heads * 64] whose K has four channels that turn with the token, 20 times larger."""
     x = make_tensor((2, 1, 256, heads, 64), torch.float32)

@@ -8,11 +8,20 @@ import os
 from functools import cache
 
 from tq_offload.errors import BackendError, ConfigError
-from tq_offload.kernels.base import Backend, Chunks, Decoder, Sections, Stream, VectorParams, stream_params
+from tq_offload.kernels.base import (
+    Backend,
+    Chunks,
+    Decoder,
+    Sections,
+    Stream,
+    VectorParams,
+    split_planes,
+    stream_params,
+)
 
 __all__ = [
     "AUTOMATIC", "BACKENDS", "BACKEND_ENV", "Backend", "Chunks", "Decoder", "Sections", "Stream", "VectorParams",
-    "get_backend", "stream_params",
+    "get_backend", "split_planes", "stream_params",
 ]  # fmt: skip
 
 BACKEND_ENV = "TQ_OFFLOAD_BACKEND"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,7 +13,17 @@ import numpy.typing as npt
 from tq_offload.frame import StreamPlan
 from tq_offload.layout import Stream
 
-__all__ = ["Backend", "Chunks", "Decoder", "Sections", "Stream", "VectorParams", "decode_each", "stream_params"]
+__all__ = [
+    "Backend",
+    "Chunks",
+    "Decoder",
+    "Sections",
+    "Stream",
+    "VectorParams",
+    "decode_each",
+    "split_planes",
+    "stream_params",
+]
 
 Array = npt.NDArray[Any]
 U8 = npt.NDArray[np.uint8]
@@ -66,6 +77,19 @@ class Sections:
         channels = self.outlier_channels.astype(np.int32)
         ascending = bool((np.diff(channels, axis=-1) > 0).all())
         return ascending and bool((channels < dim).all() and np.isfinite(self.outlier_ranges).all())
+
+
+def split_planes(stream: Stream, sections: Sections, parts: int) -> list[tuple[Stream, Sections]]:
+    """The stream in up to `parts` runs of planes, each with its part of the sections."""
+    found = []
+    bounds = [stream.planes * i // parts for i in range(parts + 1)]
+    for start, stop in pairwise(bounds):
+        if start < stop:
+            offset = stream.offset + start * stream.plane_stride
+            views = {f.name: getattr(sections, f.name) for f in fields(sections)}
+            cut: dict[str, Any] = {name: None if view is None else view[start:stop] for name, view in views.items()}
+            found.append((replace(stream, planes=stop - start, offset=offset), Sections(**cut)))
+    return found
 
 
 @dataclass(frozen=True)

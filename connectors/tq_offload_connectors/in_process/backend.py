@@ -58,7 +58,8 @@ class TurboQuantBackend(StoragePluginInterface):
         )
         try:
             self.plan: TierPlan = plan_from_config(config, metadata, dst_device)
-            codec = TurboQuantCodec(self.plan.serde.spec, backend=self.plan.serde.backend)
+            serde = self.plan.serde
+            codec = TurboQuantCodec(serde.spec, backend=serde.backend, threads=serde.threads)
             self.frames = FrameStore(
                 codec,
                 make_tiers(self.plan),

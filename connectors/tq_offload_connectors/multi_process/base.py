@@ -69,7 +69,7 @@ class FrameL2Adapter(L2AdapterInterface):
     ) -> None:
         super().__init__(max_capacity_bytes=capacity)
         settings, tier = params.settings, params.tier
-        codec = TurboQuantCodec(settings.spec, backend=settings.backend)
+        codec = TurboQuantCodec(settings.spec, backend=settings.backend, threads=settings.threads)
         advise(settings.spec)
         on_model = partial(advise_model, spec=settings.spec)
         self._layouts = LayoutResolver(settings.head_dim, settings.uint8_as, on_model=on_model)

@@ -101,7 +101,7 @@ class _Setup:
         try:
             serde, tiers = _settings(self.config)
             self._check_config()
-            codec = TurboQuantCodec(serde.spec, backend=serde.backend)
+            codec = TurboQuantCodec(serde.spec, backend=serde.backend, threads=serde.threads)
         except (ConfigError, BackendError) as error:
             raise SystemExit(f"TQ-Offload: cannot start: {error}") from error
         objects = ChunkObjects(self.config, self.metadata, self.local_cpu_backend, serde)

@@ -74,7 +74,7 @@ class TurboQuantProcessor(SerdeProcessor):
         self.layouts = layouts or LayoutResolver(
             settings.head_dim, settings.uint8_as, on_model=partial(advise_model, spec=settings.spec)
         )
-        codec = TurboQuantCodec(settings.spec, backend=settings.backend)
+        codec = TurboQuantCodec(settings.spec, backend=settings.backend, threads=settings.threads)
         self._serializer = TurboQuantSerializer(codec, self.layouts)
         self._deserializer = TurboQuantDeserializer(codec, self.layouts)
         self._serialize_done, self._deserialize_done = create_event_notifier(), create_event_notifier()

@@ -43,7 +43,7 @@ MAX_WORKERS = 256
 
 _SECRET = ("pass", "url")  # a URL may hold a password
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
-_OWN_SETTINGS = ("head_dim", "workers", "uint8_as", "repair", "backend")
+_OWN_SETTINGS = ("head_dim", "workers", "threads", "uint8_as", "repair", "backend")
 SERDE_SETTINGS = (*CODEC_SETTINGS, *_OWN_SETTINGS)
 
 TIER_SETTINGS = ("staging_gb", "queue_gb", "write_queue_gb", "write_threads", "disk_fsync")
@@ -82,7 +82,8 @@ class SerdeSettings:
     Args:
         spec: Codec.
         head_dim: Elements of a K or V vector; None: from the model's config.
-        workers: Threads that encode and decode.
+        workers: Chunks that are encoded and decoded at the same time, each by a thread.
+        threads: Threads that work on one chunk; more than 1 pays where fewer chunks than `workers` are under way.
         uint8_as: How uint8 tensors are read: `none` (raw bytes) or the fp8 type that they hold.
         repair: Delete entries that cannot be decoded, so that the next store can write them anew.
         backend: Kernel backend of the codec, or `auto`.
@@ -91,6 +92,7 @@ class SerdeSettings:
     spec: CodecSpec
     head_dim: int | None = None
     workers: int = 4
+    threads: int = 1
     uint8_as: str = "none"
     repair: bool = True
     backend: str = "auto"
@@ -275,6 +277,7 @@ _TIER_PARSERS: dict[str, Callable[[str, object], object]] = {
 _PARSERS: dict[str, Callable[[str, object], object]] = {
     "head_dim": lambda name, value: _int(name, value, 1, MAX_HEAD_DIM),
     "workers": lambda name, value: _int(name, value, 1, MAX_WORKERS),
+    "threads": lambda name, value: _int(name, value, 1, MAX_WORKERS),
     "uint8_as": lambda name, value: _choice(name, value, UINT8_TYPES),
     "repair": _bool,
     "backend": lambda name, value: _choice(name, value, ("auto", *BACKENDS)),
