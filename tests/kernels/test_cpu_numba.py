@@ -283,15 +283,15 @@ def test_ties_go_to_the_lower_code(bits: int) -> None:
     from tq_offload.kernels.stream_loops import quantise
 
     @numba.njit
-    def quantise_all(config, y, n, tables, codes, width, sums):  # type: ignore[no-untyped-def]
+    def quantise_all(config, y, n, dim, tables, codes, width, sums):  # type: ignore[no-untyped-def]
         for i in range(n):
             inside, base, levels = tables.inside, tables.base, tables.levels
-            simd_quantise(config, y + 64 * i, np.float32(1), inside, base, levels, codes + width * i, sums)
+            simd_quantise(config, y + 4 * dim * i, np.float32(1), inside, base, levels, codes + width * i, sums)
 
     thresholds = codebook.thresholds(bits)
     beside = [np.nextafter(thresholds, np.float32(x)) for x in (-10, 10)]
     t = np.concatenate([thresholds, *beside, np.float32([0.0, -0.0, 3.4, -3.4, 20, -20])]).astype(np.float32)
-    t = np.resize(t, -(-len(t) // 16) * 16)
+    t = np.resize(t, -(-len(t) // 32) * 32)
     wanted = np.searchsorted(thresholds, t, side="left").astype(np.uint8)
 
     tables, _held = cpu_numba._tables(replace(DEFAULTS, bits=bits), 16)
@@ -300,12 +300,12 @@ def test_ties_go_to_the_lower_code(bits: int) -> None:
     np.testing.assert_array_equal(codes, wanted)
     np.testing.assert_array_equal(levels, codebook.levels(bits)[wanted])
 
-    simd_tables, _kept = cpu_numba._simd_tables(replace(DEFAULTS, bits=bits), 16, encoding=True)
-    packed, sums = np.zeros(2 * bits * (len(t) // 16), np.uint8), np.zeros(3, np.float32)
-    for permute in (True, False):
+    packed, sums = np.zeros(bits * len(t) // 8, np.uint8), np.zeros(3, np.float32)
+    for config in (KernelConfig(16, bits), KernelConfig(16, bits, permute=False), KernelConfig(32, bits, lanes=16)):
         packed[:] = 0
-        config = KernelConfig(16, bits, permute=permute)
-        quantise_all(config, address(t), len(t) // 16, simd_tables, address(packed), 2 * bits, address(sums))
+        simd_tables, _kept = cpu_numba._simd_tables(replace(DEFAULTS, bits=bits), config, encoding=True)
+        vectors, width = len(t) // config.dim, config.dim * bits // 8
+        quantise_all(config, address(t), vectors, config.dim, simd_tables, address(packed), width, address(sums))
         np.testing.assert_array_equal(unpack(packed, len(t), bits), wanted)
 
 
