@@ -7,6 +7,7 @@ TQOffloadError
 ├── IncompatibleError (RuntimeError)    an installed package of a version that is not supported
 ├── CacheTypeError (TypeError)          a model, cache or press that a packed cache cannot work with
 ├── PressOrderError (ValueError)        presses in an order in which they cannot work
+├── CheckError (ValueError)             a model, text or file that `tq-offload check` cannot work with
 ├── EncodeError                         a chunk that must not be stored
 │   └── NonFiniteError                  NaN or Inf in the input
 ├── FrameError (ValueError)             bytes that must not be served
@@ -37,6 +38,7 @@ __all__ = [
     "BackendError",
     "BadMagicError",
     "CacheTypeError",
+    "CheckError",
     "ChecksumError",
     "ConfigError",
     "EncodeError",
@@ -100,6 +102,10 @@ class CacheTypeError(TQOffloadError, TypeError):
 
 class PressOrderError(TQOffloadError, ValueError):
     """Presses in an order in which they cannot work. The message names one that does."""
+
+
+class CheckError(TQOffloadError, ValueError):
+    """A model, a text or a file that cannot be checked. The message, one line, names the remedy."""
 
 
 class EncodeError(TQOffloadError):
