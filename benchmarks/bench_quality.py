@@ -1,90 +1,134 @@
-"""Distortion against theory on Gaussian data, and on real KV cache; bits as stored.
+"""What packing the prefix does to a model, ours beside other codecs, in one run; bits as stored.
 
-usage: python -m benchmarks.bench_quality [--preset NAME ...]
+usage: python -m benchmarks.bench_quality [--short] [--check] [--only NAME] [--gaussian-only]
+
+Gaussian data against theory; SmolLM2 on three texts; SmolLM2 with biased keys; pass keys. Writes docs/benchmarks.md
+(between its markers), docs/quality-*.svg and benchmarks/results/quality.json. Same seeds and threads, same figures.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Annotated
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
 
-import numpy as np
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
-from scipy.integrate import quad
 
-from benchmarks.real_kv import kv_chunks
-from tq_offload.codebook import RELATIVE_MSE, levels, thresholds
-from tq_offload.codec import TurboQuantCodec
-from tq_offload.layout import ChunkLayout, GroupLayout
-from tq_offload.spec import PRESETS, CodecSpec
+from benchmarks.doc_sections import write_section
+from benchmarks.quality.gaussian import gaussian_rows, gaussian_table
+from benchmarks.quality.peers import use_peers
 
-HEAD_DIM = 64
-
-
-def distortion(chunks: list[torch.Tensor], spec: CodecSpec, head_dim: int) -> tuple[float, float, float]:
-    """Relative MSE of K and of V over chunks [2, L, T, H*D], and bits an element as stored, frame included."""
-    codec = TurboQuantCodec(spec)
-    error, energy = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
-    stored = elements = 0
-    for chunk in chunks:
-        layout = ChunkLayout((GroupLayout.infer(chunk.shape, chunk.dtype, head_dim=head_dim),))
-        frame = codec.encode([chunk], layout)
-        (decoded,) = codec.decode(frame)
-        a, b = chunk.double().flatten(1), decoded.double().flatten(1)
-        error += ((a - b) ** 2).sum(dim=1)
-        energy += (a**2).sum(dim=1)
-        stored, elements = stored + len(frame), elements + chunk.numel()
-    key, value = (error / energy).tolist()
-    return key, value, 8 * stored / elements
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "quality.json"
+PACKAGES = (
+    "torch", "transformers", "lmcache", "numba", "numpy", "optimum-quanto", "hqq", "tqai", "lmcache-turbo-quant-serde",
+)  # fmt: skip
+THREADS = 2
 
 
-def theory_on_the_sphere(bits: int, dim: int) -> float:
-    """Least-squares distortion of our levels for a coordinate of a random point on the sphere of radius sqrt(dim).
+def main(
+    short: Annotated[bool, typer.Option(help="Fewer and shorter windows, two biased models, four pass keys.")] = False,
+    check: Annotated[bool, typer.Option(help="Fail when a check is missed.")] = False,
+    only: Annotated[str, typer.Option(help="Rows whose name contains this; prints, writes no files.")] = "",
+    gaussian_only: Annotated[bool, typer.Option(help="Print the table of Gaussian data and stop.")] = False,
+) -> None:
+    """Measure, print, write, check."""
+    started, console = time.monotonic(), Console(width=None if sys.stdout.isatty() else 200)
+    torch.set_num_threads(THREADS)
+    torch.manual_seed(0)
+    use_peers()
 
-    The density of a coordinate is Beta-like, `(1 - x^2/dim)^((dim-3)/2)`: lemma 1 of the paper, before the limit.
-    """
-    table, edges = levels(bits).astype(float), [-math.sqrt(dim), *thresholds(bits).astype(float), math.sqrt(dim)]
-    total = quad(lambda x: (1 - x * x / dim) ** ((dim - 3) / 2), -math.sqrt(dim), math.sqrt(dim), limit=200)[0]
-    xc = cc = 0.0
-    for level, low, high in zip(table, edges[:-1], edges[1:], strict=True):
-        xc += level * quad(lambda x: x * (1 - x * x / dim) ** ((dim - 3) / 2), low, high)[0] / total
-        cc += level**2 * quad(lambda x: (1 - x * x / dim) ** ((dim - 3) / 2), low, high)[0] / total
-    return 1 - xc**2 / cc
+    def say(what: str) -> None:
+        console.print(f"[dim]{time.monotonic() - started:6.0f} s[/dim]  {what}")
 
-
-def gaussian_table() -> Table:
-    """Gaussian vectors of 128 elements, 1 to 5 bits: plain quantiser and default against the Gaussian limit."""
-    values = np.random.Generator(np.random.PCG64(1)).standard_normal((2, 4, 1024, 128)).astype(np.float32)
-    chunk = [torch.from_numpy(values)]
-    table = Table(title="Gaussian data, d = 128: relative MSE", title_justify="left")
-    for head in ("bits", "theory, d = 128", "plain", "plain / theory", "limit d → ∞", "default", "default / limit"):
-        table.add_column(head, justify="right")
-    for bits in range(1, 6):
-        plain = distortion(chunk, CodecSpec(bits, bits, mean=False, fit_range=False), 128)[0]
-        default = distortion(chunk, CodecSpec(bits, bits), 128)[0]
-        limit, theory = RELATIVE_MSE[bits], theory_on_the_sphere(bits, 128)
-        row = (theory, plain, plain / theory, limit, default, default / limit)
-        table.add_row(str(bits), *(f"{v:.5f}" for v in row))
-    return table
+    gaussian = gaussian_rows()
+    console.print(gaussian_table(gaussian))
+    if gaussian_only:
+        return
+    with torch.no_grad():
+        missed = _measure(console, say, started, gaussian, short=short, only=only)
+    if check and missed:
+        raise typer.Exit(1)
 
 
-def main(preset: Annotated[list[str] | None, typer.Option(help="Presets to measure; all by default.")] = None) -> None:
-    """Print both tables."""
-    console = Console()
-    console.print(gaussian_table())
-    chunks = kv_chunks()
-    raw = sum(chunk.nbytes for chunk in chunks)
-    table = Table(title=f"SmolLM2-135M, {len(chunks)} chunks of 256 tokens, d = 64", title_justify="left")
-    for head in ("preset", "K MSE", "V MSE", "bits an element", "times smaller than bf16"):
-        table.add_column(head, justify="left" if head == "preset" else "right")
-    for name in preset or PRESETS:
-        key, value, bits = distortion(chunks, CodecSpec.preset(name), HEAD_DIM)
-        table.add_row(name, f"{key:.5f}", f"{value:.5f}", f"{bits:.3f}", f"{16 / bits:.2f}")
-    console.print(table)
-    console.print(f"uncompressed: {raw:,} bytes of bf16")
+def _measure(console: Console, say: Any, started: float, gaussian: list[list[str]], *, short: bool, only: str) -> bool:
+    """All but the Gaussian table. True if a check was missed."""
+    from benchmarks.quality import biased, checks, measure, methods, report, texts
+
+    sizes = texts.Sizes(1024, 128, 3) if short else texts.Sizes(1024, 512, 5)
+    biased_sizes = texts.Sizes(1024, 256, 1 if short else 2)
+    model, tokenizer = texts.load_model()
+    tokens = texts.text_tokens(tokenizer)
+    rows = [codec for codec in methods.codecs() if only in codec.name]
+    where = texts.places(tokens, sizes, sizes.windows)
+    scores = measure.on_text(model, tokens, where, sizes, rows, say)
+    needle = measure.on_pass_keys(model, tokenizer, tokens["gpl-3.txt"], rows, scores, short, say)
+    console.print(report.quality_table(scores))
+    rms = biased.key_rms(model, tokens[texts.TUNED_ON][:512])
+    some, chosen = methods.under_bias(rows), biased.variants(short)
+    few = texts.places(tokens, biased_sizes, biased_sizes.windows)
+    models = list(measure.on_biased_models(model, rms, chosen, tokens, few, biased_sizes, some, say))
+    console.print(report.bias_table(models))
+    if only:
+        return False
+    held = checks.checks(scores, models)
+    for one in held:
+        console.print(
+            f"{'met   ' if one.met else '[bold red]MISSED[/bold red]'} ({one.number}) {one.what}", highlight=False
+        )
+    settings = {
+        "short": short, "sizes": asdict(sizes), "biased_sizes": asdict(biased_sizes),
+        "chunk_tokens": methods.CHUNK_TOKENS, "threads": THREADS,
+        "windows": [asdict(place) for place in where], "host": _host(),
+        "seeds": {"rotation": 0, "peers": "their own defaults", "biases": 7, "pass keys": 11, "gaussian": 1},
+        "seconds": round(time.monotonic() - started),
+    }  # fmt: skip
+    if not short:
+        _write(settings, gaussian, scores, models, needle, held)
+    say("done")
+    return not all(one.met for one in held)
+
+
+def _write(settings: Any, gaussian: Any, scores: Any, models: Any, needle: Any, held: Any) -> None:
+    from benchmarks.quality import plots, report
+
+    RESULTS.parent.mkdir(exist_ok=True)
+    result = {
+        "settings": settings,
+        "scores": [asdict(s) | {"attention_mean": s.attention_mean} for s in scores],
+        "biased": [asdict(m) for m in models],
+        "pass_keys": needle,
+        "gaussian": gaussian,
+        "checks": [asdict(c) for c in held],
+    }
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    plots.plot_kl(scores, ROOT / "docs" / "quality-kl.svg")
+    plots.plot_attention(scores, ROOT / "docs" / "quality-attention.svg")
+    write_section("quality", report.markdown(settings, gaussian, scores, models, needle, held))
+
+
+def _host() -> dict[str, Any]:
+    """CPU, cores and versions; a package that is not there has none."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "-"
+    names = [line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    return {"cpu": names[0] if names else platform.machine(), "cores": os.cpu_count(), "versions": versions}
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import pytest
 import torch
 from support import relative_mse
 
-from benchmarks.bench_quality import theory_on_the_sphere
+from benchmarks.quality.gaussian import theory_on_the_sphere
 from tq_offload.codebook import RELATIVE_MSE
 from tq_offload.codec import TurboQuantCodec
 from tq_offload.layout import ChunkLayout, GroupLayout

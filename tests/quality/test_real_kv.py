@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.bench_quality import distortion
+from benchmarks.quality.gaussian import distortion
 from benchmarks.real_kv import kv_chunks
 from tq_offload.spec import CodecSpec
 

@@ -1,0 +1,117 @@
+"""From measured decoding and the speed of a link: when packed KV cache loads sooner than bf16, for models in use.
+
+usage: python -m benchmarks.bench_model [--codec results.json] [--tokens 8192,32768] [--threads 1,2,4,8,16]
+
+Decoding is measured first, on this machine, with as many threads as it has cores at most; rates of more threads are
+scaled in proportion and marked ~. `--codec`: what `bench_codec --json` wrote, for its head_dim. Everything else is
+arithmetic (benchmarks/planner.py): reading, then decoding, one after the other. Writes
+benchmarks/results/model.{json,csv}, docs/transfer-break-even.svg and a section of docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from benchmarks import planner, planner_report
+from benchmarks.planner import CodecRate, Model
+from benchmarks.samples import Quantiles, show_checks
+from tq_offload.codec import TurboQuantCodec
+
+_CHUNK_BYTES = 8 << 20  # of what is measured with: a few layers of the model
+
+
+def main(
+    codec: Annotated[Path | None, typer.Option(help="Rates from this file of bench_codec instead.")] = None,
+    tokens: Annotated[str, typer.Option(help="Lengths of the prefix, comma-separated.")] = "8192,32768",
+    threads: Annotated[str, typer.Option(help="Threads that decode, comma-separated.")] = "1,2,4,8,16",
+    rounds: Annotated[int, typer.Option(help="Rounds of the measurement.")] = 15,
+    check: Annotated[bool, typer.Option("--check", help="Fail when a check is missed.")] = False,
+    no_write: Annotated[bool, typer.Option("--no-write", help="Print only.")] = False,
+) -> None:
+    """Measure, plan, print, write."""
+    console = Console(width=None if sys.stdout.isatty() else 190)
+    torch.set_num_threads(1)
+    lengths, counts = _numbers(tokens, "--tokens"), _numbers(threads, "--threads")
+    known = read_rates(codec) if codec else {}
+    samples: dict[int, dict[int, Quantiles]] = {}
+    for model in planner.MODELS:
+        dim = model.head_dim
+        if dim not in known and dim not in samples:
+            samples[dim] = measure(model, [n for n in sorted({1, *counts}) if n <= _cores()], rounds)
+    measured = {dim: CodecRate({n: q.p50 for n, q in found.items()}, "measured") for dim, found in samples.items()}
+    plan = planner_report.Plan(planner.MODELS, known | measured, lengths, counts)
+    for table in planner_report.tables(plan):
+        console.print(table)
+    held = planner_report.checks(plan)
+    met = show_checks(console, held)
+    if not no_write:
+        planner_report.write(plan, samples, held)
+    if check and not met:
+        raise typer.Exit(1)
+
+
+def measure(model: Model, threads: Sequence[int], rounds: int) -> dict[int, Quantiles]:
+    """Decoding, in bytes of uncompressed KV a second, by threads, every one with chunks of its own, interleaved."""
+    layers = max(1, _CHUNK_BYTES // (model.raw_bytes // model.layers * planner.CHUNK_TOKENS))
+    layout, codec, most = model.layout(layers), TurboQuantCodec(), max(threads)
+    chunk = torch.randn(layout.groups[0].shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    frame = codec.encode([chunk], layout)
+    frames, targets = [bytes(frame) for _ in range(most)], [torch.empty_like(chunk) for _ in range(most)]
+    seconds: dict[int, list[float]] = {count: [] for count in threads}
+    with ThreadPoolExecutor(most) as pool:
+        for number in range(rounds + 1):
+            for count in threads:
+                start = time.perf_counter()
+                work = [pool.submit(codec.decode_into, frames[i], [targets[i]]) for i in range(count)]
+                for one in work:
+                    one.result()
+                if number:
+                    seconds[count].append(time.perf_counter() - start)
+    return {count: Quantiles.of(count * layout.nbytes / s for s in found) for count, found in seconds.items()}
+
+
+def read_rates(path: Path) -> dict[int, CodecRate]:
+    """The rates of decoding in a file of `bench_codec --json` or `--save`, by head_dim.
+
+    Raises:
+        SystemExit: There is none with one thread in it.
+    """
+    found: Any = json.loads(path.read_text(encoding="utf-8"))
+    rates = {}
+    for row in found["results"]:
+        method = re.fullmatch(r"turboquant(?:, (\d+) threads)? decode", row["method"])
+        if method:
+            rates[int(method[1] or 1)] = float(row["median"]) * 1e9
+    if 1 not in rates:
+        raise SystemExit(f"{path}: no rate of decoding with one thread")
+    return {int(found["settings"]["head_dim"]): CodecRate(rates, path.name)}
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    try:
+        found = [int(one) for one in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise typer.BadParameter(f"{text!r}: whole numbers from 1, comma-separated", param_hint=option)
+    return found
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+if __name__ == "__main__":
+    typer.run(main)
