@@ -28,7 +28,7 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         app(args=None if args is None else list(args), prog_name="tq-offload")
     except FrameError as error:
-        _fail(f"not a sound frame ({error.reason}): {error}", 1)
+        _fail(f"not a sound frame ({error.reason}): {error}; an engine counts it as a miss and stores it anew", 1)
     except TQOffloadError as error:
         _fail(str(error), 2)
 

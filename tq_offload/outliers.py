@@ -55,7 +55,7 @@ def split_outliers(v: torch.Tensor, count: int) -> Outliers:
     order = torch.sort(_energy(v), dim=-1, descending=True, stable=True).indices
     channels = order[..., :count].sort(dim=-1).values  # [P, J, k]
     half = v.gather(-1, channels[:, None].expand(-1, v.shape[1], -1, -1)) * 0.5
-    low, high = half.amin(dim=1), half.amax(dim=1)
+    low, high = half.amin(dim=1) + 0.0, half.amax(dim=1) + 0.0  # never -0: which zero is the least is not defined
     step = (high - low) / _LAST_CODE
     q = (half - low[:, None]) / step[:, None]
     q = torch.where(step[:, None] == 0, torch.zeros_like(q), q)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -85,9 +86,8 @@ def test_what_is_asked_wrongly(
     assert line in failure(capsys)
 
 
-@pytest.mark.parametrize("empty", [True, False])
-def test_a_model_that_is_not_there(tmp_path: Path, empty: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("check", tmp_path if empty else "/no/such/model") == 2
+def test_a_folder_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", tmp_path) == 2
     assert "give a folder with a causal language model" in failure(capsys)
 
 
@@ -109,6 +109,38 @@ def test_a_model_with_nan(tmp_path: Path, words: Path, capsys: pytest.CaptureFix
     capsys.readouterr()
     assert run("check", tmp_path, "--text", words, *SMALL) == 2
     assert "NaN or Inf in K or V of layer 1: load the model in another dtype" in failure(capsys)
+
+
+@pytest.mark.parametrize("device", ["meta", "gpu", "cpu:nine"])
+def test_a_device_that_cannot_be_used(folder: Path, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", folder, "--device", device) == 2
+    assert f"--device {device} cannot be used" in failure(capsys)
+
+
+def test_a_checkpoint_that_lacks_weights(
+    tmp_path: Path, folder: Path, words: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    changed = {**json.loads(config.read_text()), "num_hidden_layers": 4}
+    changed.pop("layer_types", None)
+    config.write_text(json.dumps(changed))
+    assert run("check", tmp_path / "model", "--text", words, *SMALL) == 2
+    assert "no weights for model.layers.3." in failure(capsys)
+
+
+def test_models_that_are_no_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("x")
+    for name in ("nothing", "file"):
+        assert run("check", tmp_path / name) == 2
+        assert "is no folder" in failure(capsys)
+
+
+def test_a_report_that_cannot_be_written_is_said_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("check", "any/model", "--json", tmp_path) == 2
+    assert "is a folder: give a file" in failure(capsys)
 
 
 def test_bitsandbytes_is_asked_for(
@@ -151,8 +183,9 @@ def test_inspect_a_damaged_frame(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_inspect_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("inspect", tmp_path / "nothing") == 2
     assert "No such file" in failure(capsys)
-    assert run("inspect", tmp_path) == 2
-    assert "Is a directory" in failure(capsys)
+    for path in (tmp_path, Path("/dev/zero")):
+        assert run("inspect", path) == 2
+        assert "no regular file" in failure(capsys)
 
 
 def test_without_typer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

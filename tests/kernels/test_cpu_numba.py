@@ -177,6 +177,22 @@ def test_outlier_channels_of_equal_energy_are_the_first_ones() -> None:
     assert out.outlier_channels.tolist() == [[[0, 1, 2, 3, 4]]]
 
 
+def test_outlier_channels_with_both_zeros() -> None:
+    """Which of -0 and +0 a minimum gives depends on the order in which it is taken."""
+    for dtype in ("bfloat16", "float8_e5m2"):
+        x = torch.randn(2, 66, 4, 64, generator=torch.Generator().manual_seed(0)).relu()
+        x = torch.where((x == 0) & (torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) < 0.5), -x, x)
+        x[..., 3] = 0.0
+        x[::2, ::3, :, 3] = -0.0
+        c, params = chunk_of(x.to(getattr(torch, dtype))), replace(DEFAULTS, dtype=dtype, outliers=16)
+        assert_same(c, params)
+        out = sections(c.stream, params)
+        REFERENCE.encode(c.flat, c.stream, params, out)
+        assert out.outlier_ranges is not None
+        assert not np.signbit(out.outlier_ranges[out.outlier_ranges == 0]).any()
+    assert_same(chunk_of(torch.zeros(1, 5, 1, 64, dtype=torch.bfloat16).neg()), replace(DEFAULTS, outliers=3))
+
+
 @pytest.mark.parametrize("backend", [NUMBA, GENERIC, REFERENCE], ids=["simd", "generic", "reference"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_non_finite_outlier_channels(backend: Any, value: float) -> None:

@@ -92,6 +92,8 @@ def inspect(file: Annotated[Path, typer.Argument(help="A file that holds a frame
     """Check a frame and show its header. Exit code 1: not a sound frame."""
     from tq_offload.check.render import header_table
 
+    if file.exists() and not file.is_file():
+        raise CheckError(f"{file} is no regular file: give the file of a frame")
     try:
         frame = file.read_bytes()
     except OSError as error:
@@ -111,6 +113,8 @@ def _check_writable(path: Path | None) -> None:
     """Before the work, not after it."""
     if path is not None and not path.parent.is_dir():
         raise CheckError(f"--json {path}: there is no folder {path.parent}; make it first")
+    if path is not None and path.is_dir():
+        raise CheckError(f"--json {path} is a folder: give a file")
 
 
 def _write(path: Path, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,22 +32,47 @@ def load(name: str, *, dtype: str = "auto", device: str | None = None, four_bit:
         raise CheckError("transformers is not installed: pip install 'tq-offload[check]'")
     if dtype not in DTYPES:
         raise CheckError(f"--dtype {dtype} is not understood; allowed: {', '.join(DTYPES)}")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if dtype == "auto" and torch.device(device).type == "cpu":
+    place = _device(device)
+    if dtype == "auto" and place.type == "cpu":
         dtype = "bfloat16" if four_bit else "float32"
+    if Path(name).is_file() or (name.startswith((".", "/", "~")) and not Path(name).is_dir()):
+        raise CheckError(f"{name} is no folder: give the folder of a model, or its name on the Hub")
     kwargs: dict[str, Any] = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
     if four_bit:
-        kwargs |= _four_bit(device)
+        kwargs |= _four_bit(str(place))
     transformers = importlib.import_module("transformers")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        model = transformers.AutoModelForCausalLM.from_pretrained(name, **kwargs)
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **kwargs)
     except Exception as error:  # OSError, ValueError, KeyError, ImportError and what the formats of weights raise
         raise CheckError(
             f"{name} cannot be loaded ({_line(error)}): give a folder with a causal language model and its tokenizer, "
             "or its name on the Hub"
         ) from error
-    return (model if four_bit else model.to(device)).eval(), tokenizer
+    if found["missing_keys"] or found["mismatched_keys"]:
+        raise CheckError(
+            f"{name}: the checkpoint has no weights for {_some(found)}, which would be random: give one "
+            "that is complete and fits its config.json"
+        )
+    return (model if four_bit else model.to(place)).eval(), tokenizer
+
+
+def _device(name: str | None) -> torch.device:
+    """A device that tensors can be on. Raises CheckError."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(name)
+        torch.zeros(1, device=place).cpu()
+    except Exception as error:  # RuntimeError, AssertionError, NotImplementedError: by device and build of torch
+        raise CheckError(
+            f"--device {name} cannot be used ({_line(error)}): give cpu, or a GPU that torch sees"
+        ) from error
+    return place
+
+
+def _some(found: Any) -> str:
+    names = [*found["missing_keys"], *(key if isinstance(key, str) else key[0] for key in found["mismatched_keys"])]
+    return ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def quiet() -> None:

@@ -81,7 +81,7 @@ def _verdict(report: Report) -> list[str]:
         return [
             f"No preset fits ({bounds}).",
             f"Best: {best.name}, KL {best.kl:.4f}, perplexity {100 * best.perplexity:+.2f} %.",
-            "Raise --max-kl, check other presets with --preset, or serve this model uncompressed.",
+            "Score more tokens if a preset is near the bound, raise --max-kl, or serve this model uncompressed.",
         ]
     r = report.result(report.recommended)
     return [

@@ -124,6 +124,7 @@ def code_channel(grid: Any, fmt: Any, coding: Any, p: Any, j: Any, i: Any) -> An
         finite += x * ZERO
     if finite != ZERO:
         return False
+    low, high = low + ZERO, high + ZERO  # never -0
     step = (high - low) / LAST_CODE
     put(coding.outlier_ranges, 2 * k, low)
     put(coding.outlier_ranges, 2 * k + 1, step)

@@ -103,7 +103,7 @@ def _code_outliers(src: torch.Tensor, stream: Stream, params: VectorParams, out:
     _launch(kernels.statistics_kernel, grid, src, sums, stream.tokens, J * D, *_strides(stream), **settings)
     energy, low, high = sums.unbind()
     channels = torch.sort(energy, dim=-1, descending=True, stable=True).indices[..., :k].sort(dim=-1).values
-    low, high = low.gather(-1, channels), high.gather(-1, channels)
+    low, high = low.gather(-1, channels) + 0.0, high.gather(-1, channels) + 0.0  # never -0
     # By a tensor: torch multiplies by the reciprocal of a number on a GPU.
     step = (high - low) / torch.full_like(low, 2.0**OUTLIER_BITS - 1)
     _present(out.outlier_channels).copy_(channels)
