@@ -63,7 +63,7 @@ def _device(name: str | None) -> torch.device:
     try:
         place = torch.device(name)
         torch.zeros(1, device=place).cpu()
-    except Exception as error:  # RuntimeError, AssertionError, NotImplementedError: by device and build of torch
+    except Exception as error:  # its kind depends on the device and on the build of torch
         raise CheckError(
             f"--device {name} cannot be used ({_line(error)}): give cpu, or a GPU that torch sees"
         ) from error

@@ -80,25 +80,20 @@ def store_vector(values: Any, fmt: Format, dim: Any, address: Any) -> None:
     for i in range(0, whole, 16):
         narrow16(values + 4 * i, fmt.kind, address + fmt.itemsize * i)
     for i in range(whole, dim):
-        store_element(get(values, i), fmt, address, i)
-
-
-@jit
-def store_element(x: Any, fmt: Format, address: Any, i: Any) -> None:
-    """One element as `store_vector` does it, to item i of those at an address."""
-    sign = bits_of(x) >> np.uint32(31)
-    x = min(abs(x), fmt.top)
-    if fmt.itemsize == 4:
-        put(address, i, -x if sign else x)
-        return
-    if x < fmt.min_normal and fmt.rounder:  # subnormal: adding a power of two rounds at the right bit
-        code = np.uint32(bits_of(x + fmt.rounder) - bits_of(fmt.rounder))
-    else:
-        code = round_shift(bits_of(x * (ONE / fmt.rescale)), fmt.shift)
-    if fmt.itemsize == 2:
-        put_u16(address, i, np.uint16(code | (sign << np.uint32(15))))
-    else:
-        put_u8(address, i, np.uint8(code | (sign << np.uint32(7))))
+        x = get(values, i)
+        sign = bits_of(x) >> np.uint32(31)
+        x = min(abs(x), fmt.top)
+        if fmt.itemsize == 4:
+            put(address, i, -x if sign else x)
+            continue
+        if x < fmt.min_normal and fmt.rounder:  # subnormal: adding a power of two rounds at the right bit
+            code = np.uint32(bits_of(x + fmt.rounder) - bits_of(fmt.rounder))
+        else:
+            code = round_shift(bits_of(x * (ONE / fmt.rescale)), fmt.shift)
+        if fmt.itemsize == 2:
+            put_u16(address, i, np.uint16(code | (sign << np.uint32(15))))
+        else:
+            put_u8(address, i, np.uint8(code | (sign << np.uint32(7))))
 
 
 @jit

@@ -16,7 +16,6 @@ from lmcache.v1.memory_management import MemoryObj
 
 from tq_offload.codec import TurboQuantCodec
 from tq_offload.errors import StoreError
-from tq_offload.integrations.lmcache.advice import advise, advise_model
 from tq_offload.integrations.lmcache.layouts import LayoutResolver
 from tq_offload.integrations.lmcache.log import logger
 from tq_offload.layout import ChunkLayout
@@ -70,9 +69,7 @@ class FrameL2Adapter(L2AdapterInterface):
         super().__init__(max_capacity_bytes=capacity)
         settings, tier = params.settings, params.tier
         codec = TurboQuantCodec(settings.spec, backend=settings.backend, threads=settings.threads)
-        advise(settings.spec)
-        on_model = partial(advise_model, spec=settings.spec)
-        self._layouts = LayoutResolver(settings.head_dim, settings.uint8_as, on_model=on_model)
+        self._layouts = LayoutResolver.of(settings)
         self._layouts.models_known = True
         self._ids = itertools.count()
         self._stored, self._found, self._loaded = Results[L2StoreResult](), Results[Any](), Results[Any]()

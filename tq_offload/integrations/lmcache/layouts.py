@@ -6,15 +6,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 import torch
 
 from tq_offload.errors import LayoutError
+from tq_offload.integrations.lmcache.advice import advise, advise_model
 from tq_offload.integrations.lmcache.log import logger
 from tq_offload.integrations.lmcache.model_config import HeadGeometry, ModelGeometry, load_geometry
-from tq_offload.integrations.lmcache.settings import ENV_PREFIX
+from tq_offload.integrations.lmcache.settings import ENV_PREFIX, SerdeSettings
 from tq_offload.layout import CODED_DTYPES, ChunkLayout, GroupLayout, dtype_name
 
 __all__ = ["KeyLike", "LayoutResolver"]
@@ -75,6 +76,12 @@ class LayoutResolver:
         self._layout = lru_cache(maxsize=1024)(self._build)
         self.models_known = False
         """Set by the adapter that calls `for_key`; without it the model must not be used for any size."""
+
+    @classmethod
+    def of(cls, settings: SerdeSettings) -> LayoutResolver:
+        """The resolver of a server with these settings. What is risky about them is said now, and model by model."""
+        advise(settings.spec)
+        return cls(settings.head_dim, settings.uint8_as, on_model=partial(advise_model, spec=settings.spec))
 
     @contextmanager
     def for_key(self, key: KeyLike) -> Iterator[None]:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
@@ -17,7 +16,6 @@ from lmcache.v1.platform import create_event_notifier
 
 from tq_offload.codec import TurboQuantCodec
 from tq_offload.errors import BackendError, ConfigError, LayoutError, TQOffloadError
-from tq_offload.integrations.lmcache.advice import advise, advise_model
 from tq_offload.integrations.lmcache.layouts import LayoutResolver
 from tq_offload.integrations.lmcache.log import logger
 from tq_offload.integrations.lmcache.metrics import METRICS
@@ -70,10 +68,7 @@ class TurboQuantProcessor(SerdeProcessor):
 
     def __init__(self, settings: SerdeSettings, layouts: LayoutResolver | None = None) -> None:
         self.settings = settings
-        advise(settings.spec)
-        self.layouts = layouts or LayoutResolver(
-            settings.head_dim, settings.uint8_as, on_model=partial(advise_model, spec=settings.spec)
-        )
+        self.layouts = layouts or LayoutResolver.of(settings)
         codec = TurboQuantCodec(settings.spec, backend=settings.backend, threads=settings.threads)
         self._serializer = TurboQuantSerializer(codec, self.layouts)
         self._deserializer = TurboQuantDeserializer(codec, self.layouts)

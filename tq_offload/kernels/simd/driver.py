@@ -51,13 +51,6 @@ def put_coarse(config: Any, row: Any, coding: Any, column: Any, index: Any) -> N
 
 
 @jit
-def copy_rows(to: Any, first: Any, second: Any, dim: Any) -> None:
-    """Two rows, f32 [D], one after the other."""
-    copy(to, first, dim)
-    copy(to + 4 * dim, second, dim)
-
-
-@jit
 def decode_planes(config: Any, grid: Any, fmt: Any, coding: Any, tables: Any, left: Any) -> Any:
     """The loop of `simd_decode_stream`."""
     size, count = grid.vectors * grid.dim, 0
@@ -226,9 +219,7 @@ def simd_encode_stream(config: Any, grid: Any, fmt: Format | None, coding: Any, 
     norms = stage + 4 * BATCH * dim
     sums, inverses, sigmas = norms + 8 * BATCH, norms + 20 * BATCH, norms + 24 * BATCH
     sources, rows, bare = norms + 28 * BATCH, norms + 36 * BATCH, norms + 44 * BATCH
-    own = (
-        norms + 52 * BATCH
-    )  # two rows for each vector of a batch: with and without the mean, and with its coarse values
+    own = norms + 52 * BATCH  # for outliers two rows a vector, with and without the mean, that hold its coarse values
     for p in range(grid.planes):
         if coding.means:
             plane_means(config, grid, fmt, coding, p, mean, stage)
@@ -242,7 +233,8 @@ def simd_encode_stream(config: Any, grid: Any, fmt: Format | None, coding: Any, 
                 put_i64(bare, b, none)
                 if coding.outliers:
                     row = own + 8 * dim * b
-                    copy_rows(row, mean + 4 * dim * j, none, dim)
+                    copy(row, mean + 4 * dim * j, dim)
+                    copy(row + 4 * dim, none, dim)
                     put_coarse(config, row, coding, p * grid.vectors + j, first + b)
                     put_coarse(config, row + 4 * dim, coding, p * grid.vectors + j, first + b)
                     put_i64(rows, b, row)
