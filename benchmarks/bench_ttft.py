@@ -9,9 +9,7 @@ docs/benchmarks.md, unless told --short or --no-write.
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +20,9 @@ from rich.console import Console
 
 from benchmarks.demo import require_plugin
 from benchmarks.model import prepare_model
-from benchmarks.process import DeploymentError, stop_on_signals
+from benchmarks.process import DeploymentError
 from benchmarks.samples import show_checks
+from benchmarks.servers_run import BROKEN, FAILED, run_and_exit
 from benchmarks.steps import Steps
 from benchmarks.ttft.checks import checks
 from benchmarks.ttft.link import LINKS, Rate, open_redis
@@ -32,7 +31,6 @@ from benchmarks.ttft.prompts import cut, whole_chunks
 from benchmarks.ttft.report import Result, tables, write
 from benchmarks.ttft.ways import WAYS
 
-_FAILED, _BROKEN, _INTERRUPTED = 1, 2, 130
 _SLOW_REPEATS = 3
 _SHORT_WAYS, _SHORT_LENGTHS, _SHORT_REPEATS = "naive,turboquant,mp-fp8", "1500", 3
 
@@ -60,25 +58,18 @@ def main(
         raise typer.BadParameter(f"known ways: {', '.join(WAYS)}; known links: {', '.join(LINKS)}")
     sizes = sorted({whole_chunks(int(length)) for length in lengths.split(",")})
     wanted: list[Rate] = [float(rate) or None for rate in rates.split(",")]
-    folder = Path(tempfile.mkdtemp(prefix="tq-offload-ttft-"))
-    status, keep_logs = _BROKEN, keep
-    try:
-        with stop_on_signals():
-            result = _measure(names, sizes, wanted, repeats, kind, folder, console)
-        met, keep_logs = _conclude(result, console, write_files=not (short or no_write)), keep or bool(result.failed)
-        status = (_BROKEN if result.failed else 0) if met else _FAILED if check else 0
-    except DeploymentError as error:
-        keep_logs = True
-        console.print(f"\nThe run could not finish: {error}", style="red", markup=False, highlight=False)
-    except KeyboardInterrupt:
-        status = _INTERRUPTED
-        console.print("\nInterrupted; all servers were stopped.")
-    finally:
-        if keep_logs:
-            console.print(f"Logs: {folder}", highlight=False)
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-    raise typer.Exit(status)
+
+    def conclude(result: Result) -> tuple[int, bool]:
+        met = _conclude(result, console, write_files=not (short or no_write))
+        return (BROKEN if result.failed else 0) if met else FAILED if check else 0, bool(result.failed)
+
+    run_and_exit(
+        "ttft",
+        console,
+        lambda folder: _measure(names, sizes, wanted, repeats, kind, folder, console),
+        conclude,
+        keep=keep,
+    )
 
 
 def _measure(

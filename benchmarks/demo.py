@@ -6,9 +6,7 @@ Each serde gets a fresh `lmcache server` and a fresh vLLM; turboquant differs fr
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-import tempfile
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated
@@ -18,12 +16,12 @@ from rich.console import Console
 
 from benchmarks.measure import SERDES, STEPS, STEPS_OF_A_RESTART, STEPS_OF_FAULTS, Plan, Run, measure
 from benchmarks.model import prepare_model
-from benchmarks.process import DeploymentError, stop_on_signals
+from benchmarks.process import DeploymentError
 from benchmarks.report import as_json, checks, table
+from benchmarks.servers_run import FAILED, run_and_exit
 from benchmarks.steps import Steps
 
 _PROMPT = Path(__file__).with_name("prompt.txt")
-_FAILED, _BROKEN, _INTERRUPTED = 1, 2, 130
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -43,24 +41,13 @@ def demo(
     unknown = sorted(set(names) - set(SERDES))
     if unknown or not names:
         raise typer.BadParameter(f"unknown serde {', '.join(unknown)}; known: {', '.join(SERDES)}", param_hint="--only")
-    folder = Path(tempfile.mkdtemp(prefix="tq-offload-demo-"))
-    status, keep_logs = _BROKEN, keep
-    try:
-        with stop_on_signals():
-            runs = _run_all(names, folder, console, hits=hits, restart=restart)
-        status = _conclude(runs, console, json_path)
-    except DeploymentError as error:
-        keep_logs = True
-        console.print(f"\nThe demo could not finish: {error}", style="red", markup=False, highlight=False)
-    except KeyboardInterrupt:
-        status = _INTERRUPTED
-        console.print("\nInterrupted; both servers were stopped.")
-    finally:
-        if keep_logs:
-            console.print(f"Logs: {folder}", highlight=False)
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-    raise typer.Exit(status)
+    run_and_exit(
+        "demo",
+        console,
+        lambda folder: _run_all(names, folder, console, hits=hits, restart=restart),
+        lambda runs: (_conclude(runs, console, json_path), False),
+        keep=keep,
+    )
 
 
 def _run_all(names: list[str], folder: Path, console: Console, *, hits: int, restart: bool) -> dict[str, Run]:
@@ -91,7 +78,7 @@ def _conclude(runs: dict[str, Run], console: Console, json_path: Path | None) ->
         console.print(f"{word}  {check.name}: {check.seen}", style=style, highlight=False)
     if json_path:
         json_path.write_text(json.dumps(as_json(runs, results), indent=2) + "\n", encoding="utf-8")
-    return 0 if all(check.passed for check in results) else _FAILED
+    return 0 if all(check.passed for check in results) else FAILED
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@ byte for 3.7 of naive in a tier, or when a hit finds fewer tokens.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
@@ -22,14 +20,13 @@ from benchmarks import tier_report
 from benchmarks.demo import require_plugin
 from benchmarks.deployment import RedisServer
 from benchmarks.model import prepare_model
-from benchmarks.process import DeploymentError, stop_on_signals
 from benchmarks.report import where
+from benchmarks.servers_run import FAILED, run_and_exit
 from benchmarks.steps import Steps
 from benchmarks.tier_modes import MODES, run
 from benchmarks.tier_runs import CODECS, STEPS, Held, Plan, TierRun
 
 _PROMPT = Path(__file__).with_name("prompt.txt")
-_FAILED, _BROKEN, _INTERRUPTED = 1, 2, 130
 
 Runs = dict[str, TierRun]
 Reference = dict[str, Held]
@@ -51,24 +48,13 @@ def tiers(
     console = Console(width=None if sys.stdout.isatty() else 170)
     names = ["turboquant"] if short else _names(only, CODECS, "--only")
     modes = _names(mode, MODES, "--mode")
-    folder = Path(tempfile.mkdtemp(prefix="tq-offload-tiers-"))
-    status, keep_logs = _BROKEN, keep
-    try:
-        with stop_on_signals():
-            found = _run(modes, names, folder, console)
-        status = _conclude(found, console, json_path)
-    except DeploymentError as error:
-        keep_logs = True
-        console.print(f"\nThe run could not finish: {error}", style="red", markup=False, highlight=False)
-    except KeyboardInterrupt:
-        status = _INTERRUPTED
-        console.print("\nInterrupted; all servers were stopped.")
-    finally:
-        if keep_logs:
-            console.print(f"Logs: {folder}", highlight=False)
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-    raise typer.Exit(status)
+    run_and_exit(
+        "tiers",
+        console,
+        lambda folder: _run(modes, names, folder, console),
+        lambda found: (_conclude(found, console, json_path), False),
+        keep=keep,
+    )
 
 
 def prompt() -> str:
@@ -127,7 +113,7 @@ def _conclude(found: dict[str, tuple[Runs, Reference]], console: Console, json_p
         measured = {mode: tier_report.as_json(runs, reference) for mode, (runs, reference) in found.items()}
         content = where() | {"modes": measured, "checks": [vars(check) for check in results]}
         json_path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    return 0 if all(check.passed for check in results) else _FAILED
+    return 0 if all(check.passed for check in results) else FAILED
 
 
 if __name__ == "__main__":
