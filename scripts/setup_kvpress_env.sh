@@ -12,4 +12,4 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${1:-$root/.venv-kvpress}
 lock=$root/scripts/constraints-kvpress.txt
 . "$root/scripts/env_lib.sh"
-make_environment 'kvpress, numba, optimum.quanto, torch, triton'
+make_environment 'kvpress, numba, optimum.quanto, redis, torch, triton'
