@@ -16,7 +16,6 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +24,7 @@ import typer
 from rich.console import Console
 
 from benchmarks import planner, planner_report
+from benchmarks.cores import pinned_pool
 from benchmarks.planner import CodecRate, Model
 from benchmarks.samples import Quantiles, show_checks
 from tq_offload.codec import TurboQuantCodec
@@ -70,7 +70,7 @@ def measure(model: Model, threads: Sequence[int], rounds: int) -> dict[int, Quan
     frame = codec.encode([chunk], layout)
     frames, targets = [bytes(frame) for _ in range(most)], [torch.empty_like(chunk) for _ in range(most)]
     seconds: dict[int, list[float]] = {count: [] for count in threads}
-    with ThreadPoolExecutor(most) as pool:
+    with pinned_pool(most) as pool:
         for number in range(rounds + 1):
             for count in threads:
                 start = time.perf_counter()
