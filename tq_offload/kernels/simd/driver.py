@@ -91,7 +91,8 @@ def decode_planes(config: Any, grid: Any, fmt: Any, coding: Any, tables: Any, le
                     count += 1
                     continue
                 row = (none if bits == magnitude or not coding.means else mean) + 4 * j * grid.dim
-                put_coarse(config, row, coding, p * grid.vectors + j, index)
+                if coding.outliers:
+                    put_coarse(config, row, coding, p * grid.vectors + j, index)
                 at = grid.address + p * grid.plane_stride + t * grid.token_stride + j * grid.vector_stride
                 decode_vector(
                     config,
