@@ -26,7 +26,7 @@ KVPRESS_TESTS := tests/kv_cache tests/press
 MAIN_TESTS := $(filter-out $(KVPRESS_TESTS) tests/upstream tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/))) \
 	tests/kv_cache/test_prefix_process.py tests/kv_cache/test_architectures.py
 
-.PHONY: help env env-kvpress demo demo-short demo-tiers demo-tiers-short bench-codec bench-put bench-press bench-quality bench-guard bench-triton bench-transfer bench-capacity bench-model bench-ttft demo-press test test-kvpress test-kvpress-versions check format clean
+.PHONY: help env env-kvpress demo demo-short demo-tiers demo-tiers-short bench-codec bench-growth bench-put bench-press bench-quality bench-guard bench-triton bench-transfer bench-capacity bench-model bench-ttft demo-press test test-kvpress test-kvpress-versions check format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-21s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ demo-tiers-short: $(READY) ## The same with turboquant only; what CI runs
 
 bench-codec: $(READY) $(PEERS)/.stamp ## Speed of the codec beside LMCache's fp8, other packages, zstd and memcpy (BENCH_ARGS="--save")
 	$(PYTHON) -m benchmarks.bench_codec --check $(BENCH_ARGS)
+
+bench-growth: $(READY) ## How time and memory grow with tokens, layers, heads, head_dim and threads: fixed cost, slope (BENCH_ARGS="--short")
+	$(PYTHON) -m benchmarks.bench_growth --check $(BENCH_ARGS)
 
 bench-put: $(READY) ## How long a store call holds the engine's thread, beside encoding there; fails above 10 % (BENCH_ARGS="--json out.json")
 	$(PYTHON) -m benchmarks.bench_put --check $(BENCH_ARGS)
