@@ -70,7 +70,7 @@ bench-transfer: $(READY) ## Puts and gets of chunks through memory, disk and Red
 bench-capacity: $(READY) ## Tokens of prefix that fit in a budget of RAM and disk, and the hit rate of a trace of conversations
 	$(PYTHON) -m benchmarks.bench_capacity --check $(BENCH_ARGS)
 
-bench-model: $(READY) ## From decoding as measured here: load times by model and link, and where packing breaks even (BENCH_ARGS="--codec out.json")
+bench-model: $(READY) ## From decoding as measured here: load times by model and link, break-even, and the loads of bench-ttft predicted (BENCH_ARGS="--codec out.json")
 	$(PYTHON) -m benchmarks.bench_model --check $(BENCH_ARGS)
 
 bench-press: $(KVPRESS_READY) ## The KVPress press: bytes and peaks, perplexity and KL, decoding speed; fails when a bound is missed (BENCH_ARGS="--only speed")
