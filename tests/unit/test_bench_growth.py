@@ -93,6 +93,16 @@ def test_what_is_decoded_is_compared(case: Case, monkeypatch: pytest.MonkeyPatch
     work.close()
 
 
+def test_chunks_at_once_have_frames_of_their_own() -> None:
+    case = Case("threads", 3, TINY[1].shape, chunks=3)
+    work = Work([case])
+    work.calls(case)[0]()
+    first, *others = np.split(work._frames, case.chunks)
+    assert first.any()
+    assert all((first == other).all() for other in others)
+    work.close()
+
+
 def _result(powers: tuple[float, float], extra: Sequence[int]) -> Result:
     """Times that grow with those powers, for encoding and decoding, and extra bytes: the last case has other ones."""
     wanted = cases(1)
