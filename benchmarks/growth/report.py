@@ -47,18 +47,18 @@ class Result:
         return [case for case in self.times if case.sweep == sweep]
 
     def time(self, case: Case, way: str) -> Quantiles:
-        """Seconds of a call."""
+        """Seconds of a call; ``way`` is a field of `Times`."""
         found: Quantiles = getattr(self.times[case], way)
         return found
 
     @cached_property
     def lines(self) -> dict[tuple[str, str], Line]:
-        """Fits through the medians, by sweep and way."""
+        """Fits through the medians of the times without the wait for a core, by sweep and way."""
         out = {}
         for sweep in FITTED:
             cases = self.of(sweep)
             for way in WAYS:
-                out[sweep, way] = fit([c.nbytes for c in cases], [self.time(c, way).p50 for c in cases])
+                out[sweep, way] = fit([c.nbytes for c in cases], [self.time(c, f"{way}_alone").p50 for c in cases])
         return out
 
 
@@ -138,7 +138,7 @@ def tables(result: Result) -> list[Table]:
     title = "Whole frames, bf16, 4 bits; median (20th–80th percentile)"
     return [
         rich_table(title, *_sizes(result)),
-        rich_table("Straight lines through the medians", *_lines(result), texts=2),
+        rich_table("Straight lines through the medians, waits for a core left out", *_lines(result), texts=2),
         rich_table("Bytes a second, times those of one thread", *_threads(result)),
     ]
 
@@ -162,6 +162,8 @@ def _rows(result: Result) -> Iterable[dict[str, Any]]:
         row = {"sweep": case.sweep, "size": case.size, **shape, **counts, "frame_bytes": Work.frame_bytes(case)}
         for way in WAYS:
             row[f"{way}_s"] = asdict(result.time(case, way))
+            if case.threads == case.chunks == 1:
+                row[f"{way}_alone_s"] = asdict(result.time(case, f"{way}_alone"))
             row[f"{way}_extra_bytes"] = getattr(result.extra.get(case), way, None)
         yield row
 
@@ -214,7 +216,8 @@ def _markdown(result: Result, held: Sequence[Check]) -> list[str]:
         "Fixed cost: what a call takes that does not grow, from seconds = fixed + bytes / rate through all sizes, each",
         "of the same weight. Slope: of log time against log size, from the first size in which the fixed cost is a",
         "tenth of the time at most; 1 is in proportion. Off it: the largest distance of a median from that straight",
-        "line.", "",
+        "line. Both go through times less what a call waited for a core that another process had (run delay in",
+        "`/proc/self/task/*/schedstat`; none on a quiet machine); all other figures are as the clock has them.", "",
         *markdown_table(*_lines(result)), "",
         "![Time of a call against tokens, layers and heads](growth-time.svg)", "",
         "Bytes a second with more threads, times those of one: on one chunk (`TurboQuantCodec(threads=n)`), and with a",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -106,7 +107,7 @@ def test_chunks_at_once_have_frames_of_their_own() -> None:
 def _result(powers: tuple[float, float], extra: Sequence[int]) -> Result:
     """Times that grow with those powers, for encoding and decoding, and extra bytes: the last case has other ones."""
     wanted = cases(1)
-    times = {c: Times(*(Quantiles(*[1e-9 * c.nbytes**power] * 3) for power in powers)) for c in wanted}
+    times = {c: Times(*(Quantiles(*[1e-9 * c.nbytes**power] * 3) for power in (*powers, *powers))) for c in wanted}
     return Result(times, {c: Extra(0, extra[c is wanted[-1]]) for c in wanted} if extra else {}, 3, 1.0, (0.0, 0.0))
 
 
@@ -120,6 +121,12 @@ def test_a_time_that_grows_faster_is_missed_in_its_direction_only() -> None:
     missed = [one.name for one in checks(_result((1.0, 1.3), (0, 0))) if not one.passed]
     assert len(missed) == len(FITTED)
     assert all(name.startswith("decode") for name in missed)
+
+
+def test_waits_for_a_core_are_not_growth() -> None:
+    result = _result((1.0, 1.0), ())
+    slow = {case: replace(t, encode=Quantiles(*[case.nbytes**2.0] * 3)) for case, t in result.times.items()}
+    assert all(one.passed for one in checks(replace(result, times=slow)))
 
 
 def test_one_size_above_the_bound_of_memory_is_missed_and_named() -> None:
