@@ -29,7 +29,9 @@ _SHORT_ROUNDS = 7
 
 def main(
     rounds: Annotated[int, typer.Option(min=3, help="Rounds that count.")] = 25,
-    short: Annotated[bool, typer.Option("--short", help="Every other size, seven rounds; writes nothing.")] = False,
+    short: Annotated[
+        bool, typer.Option("--short", help="The smallest and three largest sizes, seven rounds; writes nothing.")
+    ] = False,
     check: Annotated[bool, typer.Option("--check", help="Fail when a check is missed.")] = False,
     no_write: Annotated[bool, typer.Option("--no-write", help="Print only.")] = False,
 ) -> None:
