@@ -28,6 +28,7 @@ from rich.console import Console
 from benchmarks import codec_peers
 from benchmarks.codec_peers import Tensor, fp8_serde
 from benchmarks.cores import pinned_pool
+from benchmarks.peak_memory import MALLOC, extra_bytes
 from benchmarks.quality.peers import NotInstalledError
 from benchmarks.samples import Quantiles, host_line, rich_table, write_results
 from tq_offload.codec import TurboQuantCodec
@@ -173,28 +174,16 @@ def in_a_process(args: argparse.Namespace, part: str, **env: str) -> Any:
 
 
 def extra_memory(args: argparse.Namespace) -> dict[str, int]:
-    """Bytes of resident memory at the peak of a call beyond those before it; Linux, where the peak can be reset.
-
-    To be run where glibc gives large blocks back at once: it would else keep those of the call before.
-    """
+    """Bytes of resident memory at the peak of a call beyond those before it; nothing where that cannot be told."""
     chunk, spec = make_chunk(args), CodecSpec(args.bits, args.bits)
     back, found = torch.zeros_like(chunk), {}
     for name, make in (("turboquant", lambda *a: ours(TurboQuantCodec(spec), *a)), ("fp8", codec_peers.fp8)):
         for way, call in zip(("encode", "decode"), make(chunk, back, args.head_dim), strict=True):
             call()
-            try:
-                Path("/proc/self/clear_refs").write_text("5")
-            except OSError:
-                return {}
-            before = _status("VmRSS")
-            call()
-            found[f"{name} {way}"] = max(0, _status("VmHWM") - before)
+            extra = extra_bytes(call)
+            if extra is not None:
+                found[f"{name} {way}"] = extra
     return found
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def bounds(
@@ -259,7 +248,7 @@ def main(argv: list[str] | None = None) -> int:
     if not args.only_ours:
         results += avx2_only(args)
     scaling = at_once(args) if args.threads > 1 else {}
-    extra = in_a_process(args, "memory", MALLOC_MMAP_THRESHOLD_="131072", MALLOC_TRIM_THRESHOLD_="131072")
+    extra = in_a_process(args, "memory", **MALLOC)
     chunk = make_chunk(args)
     frame, nbytes = (
         TurboQuantCodec(CodecSpec(args.bits, args.bits)).frame_size(layout_of(chunk, args.head_dim)),

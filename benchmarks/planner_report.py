@@ -9,8 +9,10 @@ from typing import Any
 
 from rich.table import Table
 
+from benchmarks import planner_ttft_report
 from benchmarks.doc_sections import markdown_table, write_section
 from benchmarks.planner import LINKS, CodecRate, Model, break_even, load_seconds
+from benchmarks.planner_ttft_report import Against
 from benchmarks.report import Check
 from benchmarks.samples import Quantiles, axes, host_line, rich_table, save_svg, write_results
 
@@ -95,8 +97,10 @@ def checks(plan: Plan) -> list[Check]:
     return [Check(f"every model: {MIN_FEWER}x fewer bytes", fewer >= MIN_FEWER, f"{fewer:.2f}x ({worst.name})")]
 
 
-def write(plan: Plan, samples: Mapping[int, Mapping[int, Quantiles]], held: Sequence[Check]) -> None:
-    """Write results, plot and section."""
+def write(
+    plan: Plan, samples: Mapping[int, Mapping[int, Quantiles]], against: Against | None, held: Sequence[Check]
+) -> None:
+    """Write results, plot and section; ``held`` has the checks of the plan and of ``against``."""
     rows = []
     for model in plan.models:
         for count in plan.threads:
@@ -117,10 +121,14 @@ def write(plan: Plan, samples: Mapping[int, Mapping[int, Quantiles]], held: Sequ
         str(dim): {str(n): {k: v / 1e9 for k, v in asdict(q).items()} for n, q in found.items()}
         for dim, found in samples.items()
     }
-    content = {"decode_GBs_by_head_dim_and_threads": measured, "checks": [asdict(one) for one in held]}
+    content = {
+        "decode_GBs_by_head_dim_and_threads": measured,
+        "checks": [asdict(one) for one in held],
+        "against_ttft": planner_ttft_report.as_json(against) if against else None,
+    }
     write_results("model", content, rows)
     _plot(plan)
-    write_section("model", _markdown(plan, samples))
+    write_section("model", _markdown(plan, samples, against))
 
 
 def _plot(plan: Plan) -> None:
@@ -136,7 +144,7 @@ def _plot(plan: Plan) -> None:
     save_svg(figure, "transfer-break-even")
 
 
-def _markdown(plan: Plan, samples: Mapping[int, Mapping[int, Quantiles]]) -> str:
+def _markdown(plan: Plan, samples: Mapping[int, Mapping[int, Quantiles]], against: Against | None) -> str:
     count = shown_threads(plan)
     rates = "; ".join(
         f"vectors of {dim}: " + ", ".join(f"×{n} {q.p50 / 1e9:.2f} ({q.p20 / 1e9:.2f}–{q.p80 / 1e9:.2f})"
@@ -155,4 +163,7 @@ def _markdown(plan: Plan, samples: Mapping[int, Mapping[int, Quantiles]]) -> str
     for tokens in plan.tokens:
         title = f"Seconds to load {tokens:,} tokens, bf16 / packed (bf16's time over packed's), {count} threads decode:"
         lines += [title, "", *markdown_table(*_load_rows(plan, tokens, count)), ""]
-    return "\n".join([*lines, "![Gain against the speed of the link](transfer-break-even.svg)", "", host_line()])
+    lines += ["![Gain against the speed of the link](transfer-break-even.svg)", ""]
+    if against:
+        lines += planner_ttft_report.markdown(against)
+    return "\n".join([*lines, host_line()])
