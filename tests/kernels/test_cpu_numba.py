@@ -298,15 +298,16 @@ def test_ties_go_to_the_lower_code(bits: int) -> None:
     """Coordinates on a threshold and beside it, and both zeros, in the SIMD and in the generic quantiser."""
     import numba
 
+    from tq_offload.kernels.simd.batch import BATCH, FIELDS
     from tq_offload.kernels.simd.config import KernelConfig
     from tq_offload.kernels.simd.encode import quantise as simd_quantise
     from tq_offload.kernels.stream_loops import quantise
 
     @numba.njit
-    def quantise_all(config, y, n, dim, tables, codes, width, sums):  # type: ignore[no-untyped-def]
+    def quantise_all(config, y, n, dim, tables, codes, width, batch):  # type: ignore[no-untyped-def]
         for i in range(n):
             inside, base, levels = tables.inside, tables.base, tables.levels
-            simd_quantise(config, y + 4 * dim * i, np.float32(1), inside, base, levels, codes + width * i, sums)
+            simd_quantise(config, y + 4 * dim * i, np.float32(1), inside, base, levels, codes + width * i, batch)
 
     thresholds = codebook.thresholds(bits)
     beside = [np.nextafter(thresholds, np.float32(x)) for x in (-10, 10)]
@@ -320,12 +321,12 @@ def test_ties_go_to_the_lower_code(bits: int) -> None:
     np.testing.assert_array_equal(codes, wanted)
     np.testing.assert_array_equal(levels, codebook.levels(bits)[wanted])
 
-    packed, sums = np.zeros(bits * len(t) // 8, np.uint8), np.zeros(3, np.float32)
+    packed, batch = np.zeros(bits * len(t) // 8, np.uint8), np.zeros((FIELDS, BATCH), np.float32)
     for config in (KernelConfig(16, bits), KernelConfig(16, bits, permute=False), KernelConfig(32, bits, lanes=16)):
         packed[:] = 0
         simd_tables, _kept = cpu_numba._simd_tables(replace(DEFAULTS, bits=bits), config, encoding=True)
         vectors, width = len(t) // config.dim, config.dim * bits // 8
-        quantise_all(config, address(t), vectors, config.dim, simd_tables, address(packed), width, address(sums))
+        quantise_all(config, address(t), vectors, config.dim, simd_tables, address(packed), width, address(batch))
         np.testing.assert_array_equal(unpack(packed, len(t), bits), wanted)
 
 
@@ -409,7 +410,7 @@ def test_select_tree_and_permute(dim: int, bits: int) -> None:
 def test_registers_of_eight_and_of_sixteen_lanes(lanes: int, permute: bool) -> None:
     backend = NumbaBackend(lanes=lanes, permute=permute)
     for bits, dtype, rule in ((4, "bfloat16", "lsq"), (3, "float32", "norm")):
-        for dim, tokens in ((128, 70), (128, 3)) if bits == 4 else ((256, 70),):
+        for dim, tokens in ((128, 70), (128, 3), (32, 66)) if bits == 4 else ((256, 70), (64, 67)):
             x = chunk(2, tokens, 3, dim, dtype, seed=dim + bits)
             assert_same(x, replace(DEFAULTS, bits=bits, dtype=dtype, rule=rule, mean=tokens >= 64, outliers=5), backend)
 

@@ -68,7 +68,7 @@ class NumbaBackend:
         if self._covers(stream.dim, params):
             from tq_offload.kernels.simd.driver import simd_encode_stream
 
-            config = self._config(stream.dim, params, lsq=params.rule == "lsq")
+            config = self._config(stream.dim, params, encoding=True)
             simd_tables, _held = _simd_tables(params, config, encoding=True)
             left = np.zeros(out.scales.size, np.uint8)
             if not simd_encode_stream(
@@ -97,7 +97,7 @@ class NumbaBackend:
         if self._covers(stream.dim, params):
             from tq_offload.kernels.simd.driver import simd_decode_stream
 
-            config = self._config(stream.dim, params, lsq=False)
+            config = self._config(stream.dim, params, encoding=False)
             simd_tables, _held = _simd_tables(params, config, encoding=False)
             left = np.zeros(sections.scales.size, np.uint8)
             if not simd_decode_stream(config, grid, _written_as(params), coding, simd_tables, _address(left)):
@@ -116,7 +116,7 @@ class NumbaBackend:
         params = chunks[0].params
         if any(_kind(part.params) != _kind(params) for part in chunks):
             raise LayoutError("chunks that are decoded together must have one dtype, number of bits, outliers and seed")
-        config = self._config(dim, params, lsq=False)
+        config = self._config(dim, params, encoding=False)
         tables, held = _simd_tables(params, config, encoding=False)
         jobs = np.zeros((len(chunks), JOB_FIELDS), np.int64)
         vectors = 0
@@ -150,10 +150,11 @@ class NumbaBackend:
     def _covers(self, dim: int, params: VectorParams) -> bool:
         return self._simd and not params.qjl and dim in SIMD_DIMS and params.bits in SIMD_BITS
 
-    def _config(self, dim: int, params: VectorParams, *, lsq: bool) -> Any:
-        from tq_offload.kernels.simd.config import KernelConfig, host_lanes
+    def _config(self, dim: int, params: VectorParams, *, encoding: bool) -> Any:
+        from tq_offload.kernels.simd.config import WIDE_FROM, KernelConfig, host_lanes
 
-        lanes = (self._lanes or host_lanes()) if dim >= 128 else 8
+        lanes = (self._lanes or host_lanes()) if dim >= WIDE_FROM[encoding] else 8
+        lsq = encoding and params.rule == "lsq"
         return KernelConfig(dim, params.bits, params.dtype != "bfloat16", lsq, self._permute, lanes)
 
 

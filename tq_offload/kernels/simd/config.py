@@ -61,6 +61,10 @@ FORMATS = {
 }
 
 
+WIDE_FROM = {True: 32, False: 128}
+"""The least dim of kernels with registers of sixteen lanes, by whether they encode: whole registers, whole blocks."""
+
+
 @dataclass(frozen=True)
 class KernelConfig:
     """Compile-time settings; the defaults are those of the generic loops, which take everything at run time.
@@ -71,7 +75,7 @@ class KernelConfig:
         staged: Elements are f32 in work space, converted apart; False: bfloat16 in place.
         lsq: Compute only the sums of the least-squares rule; False: those of every rule.
         permute: Use the CPU's table permute where it has one; False: always the portable select tree.
-        lanes: 32-bit lanes of a register: 8, or 16 for dims from 128 on.
+        lanes: 32-bit lanes of a register: 8, or 16 for dims from `WIDE_FROM` on.
     """
 
     dim: int = 0
