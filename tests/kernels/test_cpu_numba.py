@@ -410,9 +410,15 @@ def test_select_tree_and_permute(dim: int, bits: int) -> None:
 def test_registers_of_eight_and_of_sixteen_lanes(lanes: int, permute: bool) -> None:
     backend = NumbaBackend(lanes=lanes, permute=permute)
     for bits, dtype, rule in ((4, "bfloat16", "lsq"), (3, "float32", "norm")):
-        for dim, tokens in ((128, 70), (128, 3), (32, 66)) if bits == 4 else ((256, 70), (64, 67)):
+        for dim, tokens in ((128, 70), (128, 3), (64, 67), (32, 66)) if bits == 4 else ((256, 70), (64, 67)):
             x = chunk(2, tokens, 3, dim, dtype, seed=dim + bits)
             assert_same(x, replace(DEFAULTS, bits=bits, dtype=dtype, rule=rule, mean=tokens >= 64, outliers=5), backend)
+
+
+@pytest.mark.parametrize("bits", [2, 8])
+def test_lanes_of_four_codes(bits: int) -> None:
+    x = chunk(2, 70, 3, 64, "float16", seed=bits)
+    assert_same(x, replace(DEFAULTS, bits=bits, dtype="float16"), NumbaBackend(lanes=16))
 
 
 def test_select_tree_and_permute_are_different_code() -> None:

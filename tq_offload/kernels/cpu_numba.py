@@ -151,9 +151,9 @@ class NumbaBackend:
         return self._simd and not params.qjl and dim in SIMD_DIMS and params.bits in SIMD_BITS
 
     def _config(self, dim: int, params: VectorParams, *, encoding: bool) -> Any:
-        from tq_offload.kernels.simd.config import WIDE_FROM, KernelConfig, host_lanes
+        from tq_offload.kernels.simd.config import KernelConfig, host_lanes, least_wide_dim
 
-        lanes = (self._lanes or host_lanes()) if dim >= WIDE_FROM[encoding] else 8
+        lanes = (self._lanes or host_lanes()) if dim >= least_wide_dim(params.bits, encoding=encoding) else 8
         lsq = encoding and params.rule == "lsq"
         return KernelConfig(dim, params.bits, params.dtype != "bfloat16", lsq, self._permute, lanes)
 

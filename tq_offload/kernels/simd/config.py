@@ -61,10 +61,6 @@ FORMATS = {
 }
 
 
-WIDE_FROM = {True: 32, False: 128}
-"""The least dim of kernels with registers of sixteen lanes, by whether they encode: whole registers, whole blocks."""
-
-
 @dataclass(frozen=True)
 class KernelConfig:
     """Compile-time settings; the defaults are those of the generic loops, which take everything at run time.
@@ -75,7 +71,7 @@ class KernelConfig:
         staged: Elements are f32 in work space, converted apart; False: bfloat16 in place.
         lsq: Compute only the sums of the least-squares rule; False: those of every rule.
         permute: Use the CPU's table permute where it has one; False: always the portable select tree.
-        lanes: 32-bit lanes of a register: 8, or 16 for dims from `WIDE_FROM` on.
+        lanes: 32-bit lanes of a register: 8, or 16 for dims from `least_wide_dim` on.
     """
 
     dim: int = 0
@@ -89,6 +85,11 @@ class KernelConfig:
     def format(self) -> Format:
         """Format of the elements that the kernel reads and writes."""
         return FORMATS["float32" if self.staged else "bfloat16"]
+
+
+def least_wide_dim(bits: int, *, encoding: bool) -> int:
+    """The least dim for registers of sixteen lanes: a pair of them to encode; to decode, whole bytes a lane."""
+    return 32 if encoding else 64 if bits % 2 == 0 else 128
 
 
 @cache

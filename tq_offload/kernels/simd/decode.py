@@ -58,13 +58,18 @@ def _transform(v: Lanes, settings: KernelConfig, codes: Any, levels: Any) -> Til
         for bit in range(bits):
             tile.butterfly(bit)
         return tile
-    regs, in_block = [], 2 + v.lanes.bit_length()
+    in_lane = 3 if settings.dim >= 8 * v.lanes else 2  # a lane takes the levels of eight codes, or of four
+    regs, in_block = [], in_lane + v.lanes.bit_length() - 1
     for block in range(settings.dim >> in_block):
-        part = Tile(v, _block_levels(v, settings, codes, block, levels), list(range(3, in_block)), [0, 1, 2])
-        for bit in (0, 1, 2):
+        if in_lane == 3:
+            natural = _block_levels(v, settings, codes, block, levels)
+        else:
+            natural = _short_block_levels(v, settings, codes, levels)
+        part = Tile(v, natural, list(range(in_lane, in_block)), list(range(in_lane)))
+        for bit in range(in_lane):
             part.butterfly(bit)
-        for bit in range(3, in_block):
-            part.butterfly(bit, swap=bit - 2)
+        for bit in range(in_lane, in_block):
+            part.butterfly(bit, swap=bit - in_lane + 1)
         regs += part.regs
     tile = Tile(v, regs, part.lane_bits, [*part.reg_bits, *range(in_block, bits)])
     for bit in range(in_block, bits):
@@ -82,6 +87,14 @@ def _block_levels(v: Lanes, settings: KernelConfig, codes: Any, block: int, leve
         word, at = (low, code * bits) if (code + 1) * bits <= 32 else (high, code * bits - 8 * max(bits - 4, 0))
         regs.append(_level(v, bits, word, at, levels))
     return regs
+
+
+def _short_block_levels(v: Lanes, settings: KernelConfig, codes: Any, levels: Any) -> list[Any]:
+    """Levels of four codes a lane, of an even number of bits: lane = group of four codes, register = code within it."""
+    bits = settings.bits
+    words = v.load(codes, 0, ir.VectorType(ir.IntType(4 * bits), v.lanes))
+    words = v.b.zext(words, v.iv) if bits < 8 else words
+    return [_level(v, bits, words, code * bits, levels) for code in range(4)]
 
 
 def _words(v: Lanes, raw: Any, bits: int, start: int) -> Any:
