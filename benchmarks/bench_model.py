@@ -1,11 +1,12 @@
 """From measured decoding and the speed of a link: when packed KV cache loads sooner than bf16, for models in use.
 
-usage: python -m benchmarks.bench_model [--codec results.json] [--tokens 8192,32768] [--threads 1,2,4,8,16]
+usage: python -m benchmarks.bench_model [--codec codec.json] [--tokens 8192,32768] [--threads 1,2,4,8,16] [--no-write]
 
 Decoding is measured first, on this machine, with as many threads as it has cores at most; rates of more threads are
-scaled in proportion and marked ~. `--codec`: what `bench_codec --json` wrote, for its head_dim. Everything else is
+scaled in proportion and marked ~. `--codec`: a results file of bench_codec, for its head_dim. Everything else is
 arithmetic (benchmarks/planner.py): reading, then decoding, one after the other. Writes
-benchmarks/results/model.{json,csv}, docs/transfer-break-even.svg and a section of docs/benchmarks.md.
+benchmarks/results/model.{json,csv}, docs/transfer-break-even.svg and a section of docs/benchmarks.md; with any of these
+options it prints only.
 """
 
 from __future__ import annotations
@@ -26,16 +27,18 @@ from rich.console import Console
 
 from benchmarks import planner, planner_report
 from benchmarks.planner import CodecRate, Model
+from benchmarks.render_docs import update
 from benchmarks.samples import Quantiles, show_checks
 from tq_offload.codec import TurboQuantCodec
 
+TOKENS, THREADS = "8192,32768", "1,2,4,8,16"
 _CHUNK_BYTES = 8 << 20  # of what is measured with: a few layers of the model
 
 
 def main(
     codec: Annotated[Path | None, typer.Option(help="Rates from this file of bench_codec instead.")] = None,
-    tokens: Annotated[str, typer.Option(help="Lengths of the prefix, comma-separated.")] = "8192,32768",
-    threads: Annotated[str, typer.Option(help="Threads that decode, comma-separated.")] = "1,2,4,8,16",
+    tokens: Annotated[str, typer.Option(help="Lengths of the prefix, comma-separated.")] = TOKENS,
+    threads: Annotated[str, typer.Option(help="Threads that decode, comma-separated.")] = THREADS,
     rounds: Annotated[int, typer.Option(help="Rounds of the measurement.")] = 15,
     check: Annotated[bool, typer.Option("--check", help="Fail when a check is missed.")] = False,
     no_write: Annotated[bool, typer.Option("--no-write", help="Print only.")] = False,
@@ -56,8 +59,9 @@ def main(
         console.print(table)
     held = planner_report.checks(plan)
     met = show_checks(console, held)
-    if not no_write:
+    if not (no_write or codec) and (tokens, threads) == (TOKENS, THREADS):
         planner_report.write(plan, samples, held)
+        update("model")
     if check and not met:
         raise typer.Exit(1)
 
@@ -83,14 +87,14 @@ def measure(model: Model, threads: Sequence[int], rounds: int) -> dict[int, Quan
 
 
 def read_rates(path: Path) -> dict[int, CodecRate]:
-    """The rates of decoding in a file of `bench_codec --json` or `--save`, by head_dim.
+    """The rates of decoding in a file of `bench_codec`, by head_dim.
 
     Raises:
         SystemExit: There is none with one thread in it.
     """
     found: Any = json.loads(path.read_text(encoding="utf-8"))
     rates = {}
-    for row in found["results"]:
+    for row in found["rows"]:
         method = re.fullmatch(r"turboquant(?:, (\d+) threads)? decode", row["method"])
         if method:
             rates[int(method[1] or 1)] = float(row["median"]) * 1e9
