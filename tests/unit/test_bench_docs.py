@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,14 @@ from benchmarks.doc_sections import paragraph
 @pytest.mark.parametrize("name", render_docs.SECTIONS)
 def test_what_is_committed_is_what_the_results_give(name: str) -> None:
     assert list(render_docs.differences([name])) == []
+
+
+def test_readme_has_no_figure_of_a_benchmark_outside_the_sections() -> None:
+    text = render_docs.README.read_text(encoding="utf-8")
+    outside = re.sub(r"<!-- ([\w-]+):begin -->.*?<!-- \1:end -->", "", text, flags=re.DOTALL)
+    assert outside.count(":begin -->") == 0
+    found = [line for line in outside.splitlines() if re.search(r"\d ?(×|%|GB/s|times)", line)]
+    assert [line for line in found if "about 4× smaller" not in line] == []
 
 
 @pytest.fixture
