@@ -26,7 +26,7 @@ KVPRESS_TESTS := tests/kv_cache tests/press
 MAIN_TESTS := $(filter-out $(KVPRESS_TESTS) tests/upstream tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/))) \
 	tests/kv_cache/test_prefix_process.py tests/kv_cache/test_architectures.py
 
-.PHONY: help env env-kvpress demo demo-short demo-tiers demo-tiers-short bench-codec bench-put bench-press bench-quality bench-guard bench-triton bench-transfer bench-capacity bench-model bench-ttft bench-docs demo-press test test-kvpress test-kvpress-versions check format clean
+.PHONY: help env env-kvpress demo demo-short demo-tiers demo-tiers-short bench-codec bench-growth bench-put bench-press bench-quality bench-guard bench-triton bench-transfer bench-capacity bench-model bench-ttft bench-docs demo-press test test-kvpress test-kvpress-versions check format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-21s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ demo-tiers-short: $(READY) ## The same with turboquant only; what CI runs
 bench-codec: $(READY) $(PEERS)/.stamp ## Speed of the codec beside LMCache's fp8, other packages, zstd and memcpy (BENCH_ARGS="--head-dim 128")
 	$(PYTHON) -m benchmarks.bench_codec --check $(BENCH_ARGS)
 
+bench-growth: $(READY) ## How time and memory grow with tokens, layers, heads, head_dim and threads: fixed cost, slope (BENCH_ARGS="--short")
+	$(PYTHON) -m benchmarks.bench_growth --check $(BENCH_ARGS)
+
 bench-put: $(READY) ## How long a store call holds the engine's thread, beside encoding there; fails above 10 %
 	$(PYTHON) -m benchmarks.bench_put --check $(BENCH_ARGS)
 
@@ -67,7 +70,7 @@ bench-transfer: $(READY) ## Puts and gets of chunks through memory, disk and Red
 bench-capacity: $(READY) ## Tokens of prefix that fit in a budget of RAM and disk, and the hit rate of a trace of conversations
 	$(PYTHON) -m benchmarks.bench_capacity --check $(BENCH_ARGS)
 
-bench-model: $(READY) ## From decoding as measured here: load times by model and link, and where packing breaks even (BENCH_ARGS="--codec codec.json")
+bench-model: $(READY) ## From decoding as measured here: load times by model and link, break-even, and the loads of bench-ttft predicted (BENCH_ARGS="--codec codec.json")
 	$(PYTHON) -m benchmarks.bench_model --check $(BENCH_ARGS)
 
 bench-press: $(KVPRESS_READY) ## The KVPress press: bytes and peaks, perplexity and KL, decoding speed; fails when a bound is missed (BENCH_ARGS="--only speed")

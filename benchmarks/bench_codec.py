@@ -21,7 +21,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,8 @@ from rich.console import Console
 from benchmarks import codec_peers, codec_report
 from benchmarks.codec_ours import extra_memory, layout_of, make_chunk, ours
 from benchmarks.codec_peers import Tensor, fp8_serde
+from benchmarks.cores import pinned_pool
+from benchmarks.peak_memory import MALLOC
 from benchmarks.quality.peers import NotInstalledError
 from benchmarks.render_docs import update
 from benchmarks.samples import Quantiles, where, write_results
@@ -50,6 +51,7 @@ PEERS: dict[str, Any] = {
 }
 HEAD_DIMS, MLA_DIM = (128, 64, 96, 576), 576
 SLOW_S, SLOW_ROUNDS = 0.4, 3
+PREFIX = 4
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,12 @@ def methods(args: argparse.Namespace, console: Console) -> dict[str, Callable[[]
 
 
 def at_once(args: argparse.Namespace) -> dict[str, float]:
-    """Throughput of `threads` threads with a chunk each over that of one thread; median of the rounds."""
+    """Throughput of `threads` threads over that of one, on a prefix of PREFIX chunks for each; median of the rounds."""
     codec = TurboQuantCodec(CodecSpec(args.bits, args.bits))
-    chunks = [make_chunk(args, seed) for seed in range(args.threads)]
+    chunks = [make_chunk(args, seed) for seed in range(PREFIX * args.threads)]
     pairs = [ours(codec, chunk, torch.empty_like(chunk), args.head_dim) for chunk in chunks]
     found = {}
-    with ThreadPoolExecutor(args.threads) as pool:
+    with pinned_pool(args.threads) as pool:
         for way, index in (("encode", 0), ("decode", 1)):
             calls = [pair[index] for pair in pairs]
             for call in calls:
@@ -191,7 +193,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     if not args.only_ours:
         results += avx2_only(args)
     scaling = at_once(args) if args.threads > 1 else {}
-    extra = in_a_process(args, "memory", MALLOC_MMAP_THRESHOLD_="131072", MALLOC_TRIM_THRESHOLD_="131072")
+    extra = in_a_process(args, "memory", **MALLOC)
     chunk = make_chunk(args)
     frame = TurboQuantCodec(CodecSpec(args.bits, args.bits)).frame_size(layout_of(chunk, args.head_dim))
     names = ("head_dim", "bits", "tokens", "layers", "heads", "threads", "repeats", "only_ours")

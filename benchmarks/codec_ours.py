@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
 
 from benchmarks import codec_peers
+from benchmarks.peak_memory import extra_bytes
 from tq_offload.codec import TurboQuantCodec
 from tq_offload.layout import ChunkLayout, GroupLayout
 from tq_offload.spec import CodecSpec
@@ -36,25 +36,13 @@ def ours(codec: TurboQuantCodec, chunk: torch.Tensor, back: torch.Tensor, head_d
 
 
 def extra_memory(args: argparse.Namespace) -> dict[str, int]:
-    """Bytes of resident memory at the peak of a call beyond those before it; Linux, where the peak can be reset.
-
-    To be run where glibc gives large blocks back at once: it would else keep those of the call before.
-    """
+    """Bytes of resident memory at the peak of a call beyond those before it; nothing where that cannot be told."""
     chunk, spec = make_chunk(args), CodecSpec(args.bits, args.bits)
     back, found = torch.zeros_like(chunk), {}
     for name, make in (("turboquant", lambda *a: ours(TurboQuantCodec(spec), *a)), ("fp8", codec_peers.fp8)):
         for way, call in zip(("encode", "decode"), make(chunk, back, args.head_dim), strict=True):
             call()
-            try:
-                Path("/proc/self/clear_refs").write_text("5")
-            except OSError:
-                return {}
-            before = _status("VmRSS")
-            call()
-            found[f"{name} {way}"] = max(0, _status("VmHWM") - before)
+            extra = extra_bytes(call)
+            if extra is not None:
+                found[f"{name} {way}"] = extra
     return found
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))

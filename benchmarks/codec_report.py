@@ -25,6 +25,8 @@ _MEMORY = ("turboquant", "fp8")
 _MEMORY = ("turboquant", "fp8")
 _MEMORY = ("turboquant", "fp8")
 _MEMORY = ("turboquant", "fp8")
+_MEMORY = ("turboquant", "fp8")
+_MEMORY = ("turboquant", "fp8")
 _RANGE, _TICKS = (0.01, 20), (0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 _OURS, _AVX2, _OTHER = "#0b6e4f", "#1f6fb2", "#5b6770"
 
@@ -51,7 +53,7 @@ def bounds(rows: Sequence[Mapping[str, Any]], extra: Mapping[str, int], scaling:
             found.append(("AVX2 only, decode: times fp8", times["fp8"], ">=", 4.0))
         if row["method"].startswith("turboquant, 2 threads"):
             found.append((f"{way}: 2 threads on one chunk, by 1", times["turboquant"], ">=", 1.8))
-    found += [(f"{way}: 2 threads with a chunk each, by 1", ratio, ">=", 1.8) for way, ratio in scaling.items()]
+    found += [(f"{way}: 2 threads on a prefix of chunks, by 1", ratio, ">=", 1.8) for way, ratio in scaling.items()]
     return found + [(f"{name}: extra MiB", n / MIB, "<=", 2.0) for name, n in extra.items() if "turboquant" in name]
 
 
@@ -100,9 +102,9 @@ def sizes(files: Sequence[Results]) -> tuple[Sequence[str], list[list[str]]]:
 
 
 def scaling(results: Results) -> str:
-    """What several threads with a chunk each do, in a sentence; empty where that was not measured."""
+    """What several threads with chunks of their own do, in a sentence; empty where that was not measured."""
     found = ", ".join(f"{way} {ratio:.2f}×" for way, ratio in results["scaling"].items())
-    return f"{results['settings']['threads']} threads with a chunk each, by one: {found}." if found else ""
+    return f"{results['settings']['threads']} threads with chunks of their own, by one: {found}." if found else ""
 
 
 def _by_method(results: Results) -> dict[str, dict[str, Mapping[str, Any]]]:

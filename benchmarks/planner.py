@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks.transfer import chunks
 from tq_offload.codec import TurboQuantCodec
 from tq_offload.layout import ChunkLayout, GroupLayout
 from tq_offload.spec import CodecSpec
 
-__all__ = ["CHUNK_TOKENS", "LINKS", "MODELS", "CodecRate", "Model", "break_even", "load_seconds", "scaled"]
+__all__ = ["CHUNK_TOKENS", "LINKS", "MODELS", "SMOLLM2", "CodecRate", "Model", "break_even", "load_seconds", "scaled"]
 
 CHUNK_TOKENS = 256
 _GBIT = 1e9 / 8
@@ -64,6 +65,9 @@ MODELS: Sequence[Model] = (
     Model("Llama-3.3-70B", 80, 8, 128),
     Model("DeepSeek-V3", 61, 1, 576, latent=True),
 )
+
+SMOLLM2 = Model(chunks.SMOLLM2.model, chunks.SMOLLM2.layers, chunks.SMOLLM2.heads, chunks.SMOLLM2.head_dim)
+"""What bench_ttft serves."""
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ from typing import Any, Protocol
 
 from rich.table import Table
 
+from benchmarks import planner_ttft_report
 from benchmarks.doc_sections import markdown_table
 from benchmarks.planner import LINKS, CodecRate, break_even, load_seconds
+from benchmarks.planner_ttft_report import Against
 from benchmarks.samples import Check, Quantiles, axes, host_line, rich_table, write_results
 
 __all__ = ["Plan", "Sized", "checks", "plots", "section", "tables", "write"]
@@ -125,8 +127,10 @@ def checks(plan: Plan) -> list[Check]:
     return [Check(f"every model: {MIN_FEWER}x fewer bytes", fewer >= MIN_FEWER, f"{fewer:.2f}x ({worst.name})")]
 
 
-def write(plan: Plan, samples: Mapping[int, Mapping[int, Quantiles]], held: Sequence[Check]) -> None:
-    """Write benchmarks/results/model.json and .csv."""
+def write(
+    plan: Plan, samples: Mapping[int, Mapping[int, Quantiles]], against: Against | None, held: Sequence[Check]
+) -> None:
+    """Write benchmarks/results/model.json and .csv; ``held`` has the checks of the plan and of ``against``."""
     rows = []
     for model in plan.models:
         for count in plan.threads:
@@ -147,7 +151,11 @@ def write(plan: Plan, samples: Mapping[int, Mapping[int, Quantiles]], held: Sequ
         str(dim): {str(n): {k: v / 1e9 for k, v in asdict(q).items()} for n, q in found.items()}
         for dim, found in samples.items()
     }
-    content = {"decode_GBs_by_head_dim_and_threads": measured, "checks": [asdict(one) for one in held]}
+    content = {
+        "decode_GBs_by_head_dim_and_threads": measured,
+        "checks": [asdict(one) for one in held],
+        "against_ttft": planner_ttft_report.as_json(against) if against else None,
+    }
     write_results("model", content, rows)
 
 
@@ -200,4 +208,7 @@ def section(files: Mapping[str, Any]) -> str:
     for tokens in plan.tokens:
         title = f"Seconds to load {tokens:,} tokens, bf16 / packed (bf16's time over packed's), {count} threads decode:"
         lines += [title, "", *markdown_table(*_load_rows(plan, tokens, count)), ""]
-    return "\n".join([*lines, "![Gain against the speed of the link](transfer-break-even.svg)", "", host_line(results)])
+    lines += ["![Gain against the speed of the link](transfer-break-even.svg)", ""]
+    if results.get("against_ttft"):
+        lines += planner_ttft_report.markdown(planner_ttft_report.read(results))
+    return "\n".join([*lines, host_line(results)])

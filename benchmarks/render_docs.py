@@ -40,6 +40,7 @@ class Section:
 
 SECTIONS: Mapping[str, Section] = {
     "codec": Section("benchmarks.codec_report", ("codec", "codec-64", "codec-96", "codec-576")),
+    "growth": Section("benchmarks.growth.report", ("growth",), optional=True),
     "put": Section("benchmarks.put_report", ("put",)),
     "press": Section("benchmarks.press_report", ("press",)),
     "quality": Section("benchmarks.quality.report", ("quality",)),
@@ -90,6 +91,8 @@ def _rendered(name: str) -> tuple[dict[tuple[Path, str], str], dict[Path, bytes]
     """Texts by document and marker, and plots by path."""
     section = SECTIONS[name]
     there = [one for one in section.files if not section.optional or (RESULTS / f"{one}.json").exists()]
+    if not there:
+        return {}, {}
     module = importlib.import_module(section.module)
     files = {one: read_results(one) for one in there}
     texts: dict[tuple[Path, str], str] = {}

@@ -19,6 +19,8 @@ Array = npt.NDArray[Any]
 # Bits that are all set in NaN and Inf, by dtype. e4m3fn has no Inf, and one NaN of each sign.
 _NON_FINITE = {"bfloat16": 0x7F80, "float16": 0x7C00, "float8_e4m3fn": 0x7F, "float8_e5m2": 0x7C}
 
+_BLOCK = 1 << 16  # elements that are compared at a time
+
 _BIT_VIEWS = {2: torch.int16, 4: torch.float32, 1: torch.uint8}
 
 
@@ -60,6 +62,10 @@ def all_finite(bits: Array, dtype: str) -> bool:
         bits: Elements as `flat_bits` gives them, of any shape.
         dtype: Their torch name, one of `layout.CODED_DTYPES`.
     """
+    if bits.size > _BLOCK:  # in parts: what a comparison makes takes memory as well
+        rows = _BLOCK * len(bits) // bits.size
+        parts = [bits[at : at + rows] for at in range(0, len(bits), rows)] if rows else list(bits)
+        return all(all_finite(part, dtype) for part in parts)
     if dtype == "float32":
         return bool(np.isfinite(bits).all())
     mask = bits.dtype.type(_NON_FINITE[dtype])

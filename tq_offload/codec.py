@@ -6,38 +6,34 @@ Frames are always in host memory; only packed bytes cross the bus.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from tq_offload.buffers import Array, aligned, all_finite, as_bytes, flat_bits, grid_view, section_view
+from tq_offload.buffers import Array, aligned, all_finite, as_bytes, section_view
 from tq_offload.errors import (
     ConfigError,
     FrameContentError,
     FrameMismatchError,
     LayoutError,
-    NonFiniteError,
     TQOffloadError,
 )
 from tq_offload.frame import (
     UNBOUND,
     FrameHeader,
     FramePlan,
-    Section,
-    StreamPlan,
     digest,
     make_plan,
     read_header,
     write_checksum,
     write_header,
 )
-from tq_offload.kernels import Backend, Sections, device, get_backend, split_planes, stream_params
-from tq_offload.layout import ChunkLayout, GroupLayout, Stream, dtype_name
+from tq_offload.jobs import JobPool
+from tq_offload.kernels import Backend, device, get_backend, host
+from tq_offload.layout import ChunkLayout, GroupLayout, dtype_name
 from tq_offload.spec import MEAN_MIN_TOKENS, CodecSpec
 
 __all__ = ["CheckedFrame", "TurboQuantCodec", "cache_key_digest", "model_fingerprint"]
@@ -62,7 +58,7 @@ class TurboQuantCodec:
     Args:
         spec: How to encode. Decoding takes its settings from the frame.
         backend: Kernel backend: `auto`, `numba` or `reference`. All of them write the same bytes.
-        threads: Threads that work on one chunk in CPU memory; all calls of this codec share them. 1: the caller's own.
+        threads: Threads that work on one chunk in CPU memory: the caller's, and more that all calls share.
 
     Raises:
         ConfigError, BackendError: From the choice of the backend.
@@ -74,7 +70,7 @@ class TurboQuantCodec:
         self.spec = CodecSpec() if spec is None else spec
         self.backend: Backend = get_backend(backend) if isinstance(backend, str) else backend
         self.threads = threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tq-codec") if threads > 1 else None
+        self._jobs = JobPool(threads)
 
     def frame_size(self, layout: ChunkLayout) -> int:
         """Exact size in bytes of every frame of that layout."""
@@ -126,37 +122,12 @@ class TurboQuantCodec:
         if _on_gpu(sources):
             device.encode_sections(sources, plan, torch.from_numpy(frame))
         else:
-            self._encode_sections(sources, plan, frame)
+            host.encode_sections(sources, plan, frame, self.backend, self._jobs)
         write_header(plan, frame.data, key=_digest(key), model=_digest(model))
         write_checksum(frame.data)
         if frame is not target:
             target[:] = frame
         return plan.length
-
-    def _encode_sections(self, sources: Sequence[torch.Tensor], plan: FramePlan, frame: Array) -> None:
-        jobs: list[Callable[[], None]] = []
-        for group, section, source, streams in zip(plan.layout.groups, plan.opaque, sources, plan.groups, strict=True):
-            flat = flat_bits(source, group)
-            if section is not None:
-                section_view(frame, section, np.uint8)[...] = flat.view(np.uint8)
-            for stream in streams:
-                if stream.coded.planes:
-                    params = stream_params(stream, group.dtype, self.spec.seed)
-                    for part, sections in split_planes(stream.coded, _stream_sections(stream, frame), self.threads):
-                        jobs.append(partial(self.backend.encode, flat, part, params, sections))
-                jobs.append(partial(_encode_raw, flat, stream, group.dtype, frame))
-        self._run(jobs)
-
-    def _run(self, jobs: Sequence[Callable[[], None]]) -> None:
-        """Do all of them. They refer to the caller's buffers: all have ended when this returns or raises."""
-        if self._pool is None:
-            for job in jobs:
-                job()
-            return
-        futures = [self._pool.submit(job) for job in jobs]
-        wait(futures)
-        for future in futures:
-            future.result()
 
     def decode_into(
         self,
@@ -209,18 +180,7 @@ class TurboQuantCodec:
         if _on_gpu(targets):
             device.decode_sections(targets, plan, torch.from_numpy(source if source.flags.writeable else source.copy()))
             return
-        jobs: list[Callable[[], None]] = []
-        for group, section, target, streams in zip(plan.layout.groups, plan.opaque, targets, plan.groups, strict=True):
-            flat = flat_bits(target, group)
-            if section is not None:
-                flat.view(np.uint8)[...] = section_view(source, section, np.uint8)
-            for stream in streams:
-                if stream.coded.planes:
-                    params = stream_params(stream, group.dtype, plan.spec.seed)
-                    for part, sections in split_planes(stream.coded, _stream_sections(stream, source), self.threads):
-                        jobs.append(partial(self.backend.decode, flat, part, params, sections))
-                jobs.append(partial(_decode_raw, flat, stream, source))
-        self._run(jobs)
+        host.decode_sections(targets, plan, source, self.backend, self._jobs)
 
     def decode(self, frame: Any, *, key: bytes | None = None, model: bytes | None = None) -> list[torch.Tensor]:
         """Decode a frame into new tensors, one for each group. See `decode_into`."""
@@ -318,7 +278,7 @@ def _check_content(plan: FramePlan, frame: Array) -> None:
             for section in (p.means, p.scales, p.sketch_scales):
                 if section is not None and not all_finite(section_view(frame, section, np.uint16), "bfloat16"):
                     raise FrameContentError("a scale or mean is not finite")
-            if not _stream_sections(p, frame).outliers_fit(p.coded.dim):
+            if not host.stream_sections(p, frame).outliers_fit(p.coded.dim):
                 raise FrameContentError("the outlier channels are not what an encoder writes")
 
 
@@ -326,43 +286,3 @@ def _digest(value: bytes) -> bytes:
     if len(value) != len(UNBOUND):
         raise LayoutError(f"a digest has {len(UNBOUND)} bytes, found {len(value)}")
     return bytes(value)
-
-
-def _encode_raw(flat: Array, plan: StreamPlan, dtype: str, frame: Array) -> None:
-    """Copy the protected planes of a stream to their section."""
-    if plan.raw_section is not None:
-        for stored, live in _raw_planes(plan.raw, section_view(frame, plan.raw_section, flat.dtype), flat):
-            if not all_finite(live, dtype):
-                raise NonFiniteError("NaN or Inf in a protected layer of the KV chunk")
-            stored[...] = live
-
-
-def _decode_raw(flat: Array, plan: StreamPlan, frame: Array) -> None:
-    """Undo `_encode_raw`."""
-    if plan.raw_section is not None:
-        for stored, live in _raw_planes(plan.raw, section_view(frame, plan.raw_section, flat.dtype), flat):
-            live[...] = stored
-
-
-def _raw_planes(grids: Sequence[Stream], raw: Array, flat: Array) -> Iterator[tuple[Array, Array]]:
-    """The protected planes, as pairs of views: in the frame's section and in the chunk."""
-    at = 0
-    for grid in grids:
-        yield raw[at : at + grid.planes], grid_view(flat, grid)
-        at += grid.planes
-
-
-def _stream_sections(plan: StreamPlan, frame: Array) -> Sections:
-    def view(section: Section | None, dtype: Any) -> Any:
-        return None if section is None else section_view(frame, section, dtype)
-
-    return Sections(
-        means=view(plan.means, np.uint16),
-        scales=view(plan.scales, np.uint16),
-        codes=view(plan.codes, np.uint8),
-        sketch_scales=view(plan.sketch_scales, np.uint16),
-        sketch=view(plan.sketch, np.uint8),
-        outlier_channels=view(plan.outlier_channels, np.uint16),
-        outlier_ranges=view(plan.outlier_ranges, np.float32),
-        outlier_codes=view(plan.outlier_codes, np.uint8),
-    )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from benchmarks.run_delay import run_delay
 from benchmarks.samples import Quantiles
 from benchmarks.transfer.places import Counters, Place
 from benchmarks.transfer.ways import StoreWay, Way, relative_error
@@ -127,19 +126,10 @@ def _once(place: Place, way: Way) -> Sample:
 
 
 def _timed(place: Place, work: Callable[[Place], None]) -> Leg:
-    counters, waited, cpu, start = place.counters(), _run_delay(), time.process_time(), time.perf_counter()
+    counters, waited, cpu, start = place.counters(), run_delay(), time.process_time(), time.perf_counter()
     work(place)
     seconds, spent = time.perf_counter() - start, time.process_time() - cpu
-    return Leg(seconds, spent, _run_delay() - waited, place.counters().since(counters))
-
-
-def _run_delay() -> float:
-    """Seconds that the threads of this process waited for a core so far; 0 where the kernel does not tell."""
-    found = 0
-    for path in Path("/proc/self/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            found += int(path.read_text().split()[1])
-    return found / 1e9
+    return Leg(seconds, spent, run_delay() - waited, place.counters().since(counters))
 
 
 def summarise(found: Samples, ways: Sequence[Way], raw: int) -> list[Row]:

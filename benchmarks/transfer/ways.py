@@ -5,13 +5,13 @@ from __future__ import annotations
 import abc
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.codec_peers import Tensor, fp8_serde
+from benchmarks.cores import pinned_pool
 from benchmarks.transfer.chunks import Shape
 from benchmarks.transfer.places import Place
 from tq_offload.codec import TurboQuantCodec, cache_key_digest
@@ -54,7 +54,7 @@ class StoreWay(Way):
 
     def __init__(self, shape: Shape, chunks: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], workers: int):
         self.shape, self.chunks, self.targets, self.workers = shape, chunks, targets, workers
-        self._pool = ThreadPoolExecutor(workers)
+        self._pool = pinned_pool(workers)
         self._scratch = threading.local()
 
     @abc.abstractmethod

@@ -7,21 +7,33 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tq_offload.kernels.grid_loops import LSQ, NORM, Coding, Grid, address, keep
+from tq_offload.kernels.grid_loops import Coding, Grid, address, keep
 from tq_offload.kernels.outlier_loops import channel_of, coarse_value, no_means_of_outliers, wild_ranges
+from tq_offload.kernels.simd.batch import (
+    BATCH,
+    FIELD_BYTES,
+    FIELDS,
+    INVERSE,
+    NU,
+    NV,
+    TOP,
+    fit_ranges,
+    out_of_range,
+    scale_bits,
+    shortened,
+)
 from tq_offload.kernels.simd.config import Format
 from tq_offload.kernels.simd.decode import decode_vector
 from tq_offload.kernels.simd.encode import add_elements, quantise, rotate, squared_norms
 from tq_offload.kernels.simd.jit import jit, kernel
 from tq_offload.kernels.simd.memory import get, get_i64, get_u16, paired_index, put, put_i64, put_u8, put_u16
-from tq_offload.kernels.stream_loops import in_range, mean_bits
-from tq_offload.kernels.vector_loops import ONE, ZERO, copy, from_bf16, load_vector, store_vector, to_bf16
+from tq_offload.kernels.stream_loops import mean_bits
+from tq_offload.kernels.vector_loops import ZERO, copy, from_bf16, load_vector, store_vector
 
 __all__ = ["JOB_FIELDS", "Place", "SimdTables", "simd_decode_jobs", "simd_decode_stream", "simd_encode_stream"]
 
 JOB_FIELDS = 12
-BATCH = 8  # vectors that go through a pass before the next pass starts
-TOP = np.uint16(0x5D80)  # bf16 2**60: beyond, a decoded element might need a clamp
+HIGHEST = np.uint16(0x5D80)  # bf16 2**60: beyond, a decoded element might need a clamp
 
 
 class SimdTables(NamedTuple):
@@ -63,7 +75,7 @@ def decode_planes(config: Any, grid: Any, fmt: Any, coding: Any, tables: Any, le
     for p in range(grid.planes):
         if coding.means:
             load_means(config, coding.means, p, size, mean)
-        top = TOP
+        top = HIGHEST
         if coding.outliers:
             if wild_ranges(coding, p * grid.vectors, grid.vectors):
                 top = np.uint16(0)
@@ -79,7 +91,8 @@ def decode_planes(config: Any, grid: Any, fmt: Any, coding: Any, tables: Any, le
                     count += 1
                     continue
                 row = (none if bits == magnitude or not coding.means else mean) + 4 * j * grid.dim
-                put_coarse(config, row, coding, p * grid.vectors + j, index)
+                if coding.outliers:
+                    put_coarse(config, row, coding, p * grid.vectors + j, index)
                 at = grid.address + p * grid.plane_stride + t * grid.token_stride + j * grid.vector_stride
                 decode_vector(
                     config,
@@ -172,19 +185,6 @@ def elements(at: Any, fmt: Any, dim: Any, stage: Any) -> Any:
 
 
 @jit
-def scale_bits(rule: Any, sums: Any, sigma: Any, flag: Any) -> Any:
-    """Steps 6 and 7: the scale, with the flag that the mean was taken off."""
-    tc, cc, tt = get(sums, 0), get(sums, 1), get(sums, 2)
-    if rule == LSQ:
-        q = tc / cc
-    elif rule == NORM:
-        q = math.sqrt(tt / cc)
-    else:
-        q = tt / tc
-    return np.uint16(to_bf16(q * sigma) | np.uint16(32768 if flag else 0))
-
-
-@jit
 def plane_means(config: Any, grid: Any, fmt: Any, coding: Any, p: Any, sums: Any, stage: Any) -> None:
     """Means of plane p: bf16 to their section, and f32 [J*D], paired, to `sums`."""
     size = grid.vectors * grid.dim
@@ -211,15 +211,16 @@ def simd_encode_stream(config: Any, grid: Any, fmt: Format | None, coding: Any, 
     """
     size, dim, count = grid.vectors * grid.dim, grid.dim, 0
     vectors, width = grid.tokens * grid.vectors, (grid.dim * coding.bits) // 8
-    space = np.zeros(size + dim + BATCH * (4 * dim + 13), np.float32)
+    space = np.zeros(size + dim + BATCH * (4 * dim + FIELDS + 8), np.float32)  # 8: three i64 and a u16 a vector
     mean = address(space)
     none = mean + 4 * size  # the row of the vectors without a mean
     y = none + 4 * dim
     stage = y + 4 * BATCH * dim
-    norms = stage + 4 * BATCH * dim
-    sums, inverses, sigmas = norms + 8 * BATCH, norms + 20 * BATCH, norms + 24 * BATCH
-    sources, rows, bare = norms + 28 * BATCH, norms + 36 * BATCH, norms + 44 * BATCH
-    own = norms + 52 * BATCH  # for outliers two rows a vector, with and without the mean, that hold its coarse values
+    own = stage + 4 * BATCH * dim  # for outliers: two rows a vector, with and without the mean, with coarse values
+    batch = own + 8 * BATCH * dim
+    sources = batch + FIELD_BYTES * FIELDS
+    rows, bare = sources + 8 * BATCH, sources + 16 * BATCH
+    scales = sources + 24 * BATCH
     for p in range(grid.planes):
         if coding.means:
             plane_means(config, grid, fmt, coding, p, mean, stage)
@@ -243,29 +244,27 @@ def simd_encode_stream(config: Any, grid: Any, fmt: Format | None, coding: Any, 
                 if j == grid.vectors:
                     t, j = t + 1, 0
             for b in range(many):
-                squared_norms(config, get_i64(sources, b), get_i64(rows, b), norms + 8 * b)
+                squared_norms(config, get_i64(sources, b), get_i64(rows, b), batch + 4 * b)
                 if coding.outliers:
-                    squared_norms(config, get_i64(sources, b), get_i64(bare, b), sums)
-                    put(norms, 2 * b, get(sums, 1))
+                    nu = get(batch, BATCH * NU + b)
+                    squared_norms(config, get_i64(sources, b), get_i64(bare, b), batch + 4 * b)
+                    put(batch, BATCH * NV + b, get(batch, BATCH * NU + b))
+                    put(batch, BATCH * NU + b, nu)
+            flags = shortened(batch)
             for b in range(many):
-                nv, nu = get(norms, 2 * b), get(norms, 2 * b + 1)
-                if not (in_range(nv) and in_range(nu)):
-                    put_u8(left, first + b, np.uint8(1))
-                    count += 1
-                row = get_i64(rows, b) if nu < nv else get_i64(bare, b)
-                put(inverses, b, rotate(config, get_i64(sources, b), row, tables.signs, y + 4 * dim * b))
-            for b in range(many):
-                n = min(get(norms, 2 * b), get(norms, 2 * b + 1))
-                inverse = ONE / math.sqrt(n)
-                stretch = (get(inverses, b) * inverse) * coding.beta + coding.alpha
-                put(sigmas, b, math.sqrt(n * np.float32(1.0 / dim)) * stretch)
-                put(inverses, b, inverse / stretch)
+                row = get_i64(rows, b) if (flags >> b) & 1 else get_i64(bare, b)
+                put(batch, BATCH * TOP + b, rotate(config, get_i64(sources, b), row, tables.signs, y + 4 * dim * b))
+            fit_ranges(config, batch, coding.alpha, coding.beta)
             for b in range(many):
                 inside, base, levels = tables.inside, tables.base, tables.levels
-                at = coding.codes + (first + b) * width
-                quantise(config, y + 4 * dim * b, get(inverses, b), inside, base, levels, at, sums + 12 * b)
+                at, inverse = coding.codes + (first + b) * width, get(batch, BATCH * INVERSE + b)
+                quantise(config, y + 4 * dim * b, inverse, inside, base, levels, at, batch + 4 * b)
+            scale_bits(config, coding.rule, batch, flags, scales)
+            wild = out_of_range(batch)
             for b in range(many):
-                flag = get(norms, 2 * b + 1) < get(norms, 2 * b)
-                put_u16(coding.scales, first + b, scale_bits(coding.rule, sums + 12 * b, get(sigmas, b), flag))
+                put_u16(coding.scales, first + b, get_u16(scales, b))
+                if (wild >> b) & 1:
+                    put_u8(left, first + b, np.uint8(1))
+                    count += 1
     keep(space)
     return count

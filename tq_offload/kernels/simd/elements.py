@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 from tq_offload.kernels.simd.config import FORMATS, Format
 from tq_offload.kernels.simd.vector import FV, I8, I16, I64, IV, LANES, Lanes
 
-__all__ = ["load_pair", "narrow16", "store_pair", "widen16"]
+__all__ = ["load_pair", "narrow16", "rounded", "store_pair", "widen16"]
 
 _BYTES16, _SHORTS16 = ir.VectorType(I8, 16), ir.VectorType(I16, 16)
 _EVEN, _ODD = list(range(0, 16, 2)), list(range(1, 16, 2))
@@ -54,8 +54,8 @@ def store_pair(v: Lanes, fmt: Format, address: Any, first: int, even: Any, odd: 
         v.store(v.shuffle(even, odd, interleaved[v.lanes :]), address, 4 * (first + v.lanes))
         return
     if fmt.shift == 16:
-        low = v.b.lshr(_rounded(v, v.as_int(even), 16), v.i(16))
-        high = v.b.and_(_rounded(v, v.as_int(odd), 16), v.i(0xFFFF0000))
+        low = v.b.lshr(rounded(v, v.as_int(even), 16), v.i(16))
+        high = v.b.and_(rounded(v, v.as_int(odd), 16), v.i(0xFFFF0000))
     else:
         low, high = _narrow(v, fmt, even), v.b.shl(_narrow(v, fmt, odd), v.i(16))
     pairs = v.b.or_(low, high)
@@ -72,7 +72,7 @@ def clamped(v: Lanes, fmt: Format, x: Any) -> Any:
     return v.b.select(v.b.fcmp_ordered(">", x, v.f(-top)), x, v.f(-top))
 
 
-def _rounded(v: Lanes, bits: Any, shift: int) -> Any:
+def rounded(v: Lanes, bits: Any, shift: int) -> Any:
     """Add what makes a later shift right by `shift` round to nearest even."""
     odd = v.b.and_(v.b.lshr(bits, v.i(shift)), v.i(1))
     return v.b.add(v.b.add(bits, v.i((1 << (shift - 1)) - 1)), odd)
@@ -85,7 +85,7 @@ def _narrow(v: Lanes, fmt: Format, x: Any) -> Any:
     x = v.as_float(v.b.and_(bits, v.i(0x7FFFFFFF)))
     x = v.b.select(v.b.fcmp_ordered("<", x, v.f(float(fmt.top))), x, v.f(float(fmt.top)))
     scaled = v.as_int(v.b.fmul(x, v.f(float(1 / fmt.rescale))))
-    normal = v.b.lshr(_rounded(v, scaled, fmt.shift), v.i(fmt.shift))
+    normal = v.b.lshr(rounded(v, scaled, fmt.shift), v.i(fmt.shift))
     rounder = v.f(float(fmt.rounder))
     subnormal = v.b.sub(v.as_int(v.b.fadd(x, rounder)), v.as_int(rounder))
     is_small = v.b.fcmp_ordered("<", x, v.f(float(fmt.min_normal)))

@@ -13,7 +13,8 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from tq_offload import codebook
-from tq_offload.kernels.simd.cells import cells
+from tq_offload.kernels.simd.batch import FIELD_BYTES, NU, NV, TC
+from tq_offload.kernels.simd.cells import SIGNED_BITS, cells, signed_cells
 from tq_offload.kernels.simd.config import KernelConfig
 from tq_offload.kernels.simd.elements import load_pair
 from tq_offload.kernels.simd.tile import Tile, paired
@@ -43,7 +44,7 @@ def add_elements(_context: Any, config: Any, _source: Any, _sums: Any) -> Any:
 
 @intrinsic
 def squared_norms(_context: Any, config: Any, _source: Any, _mean: Any, _out: Any) -> Any:
-    """(config, source, mean f32 [D] paired, out): hsum(v*v) and hsum((v - mean)**2) to f32 [2] at `out`."""
+    """(config, source, mean f32 [D] paired, out): hsum(v*v) and hsum((v - mean)**2) to NV and NU of the vector."""
 
     def codegen(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
         v, settings = _emitter(context, builder, config)
@@ -59,7 +60,7 @@ def squared_norms(_context: Any, config: Any, _source: Any, _mean: Any, _out: An
         sums = halving_tree(squares, v.b.fadd, settings.dim // (2 * v.lanes))
         for k in range(0, len(sums), 2):
             even, odd = v.horizontal_sums(sums[k], sums[k + 1])
-            v.store(v.b.fadd(even, odd), out, 2 * k)
+            v.store(v.b.fadd(even, odd), out, FIELD_BYTES * (NU if k else NV))
         return context.get_dummy_value()
 
     return types.void(config, types.int64, types.int64, types.int64), codegen
@@ -114,7 +115,7 @@ def quantise(
     """Codes of t = y * inverse, and the sums that the scale rules need.
 
     (config, y f32 [D], inverse, the tables of `cells` and the positive levels, codes, out), all but `inverse` as
-    addresses. The sums of t*c, c*c and, unless `config.lsq`, t*t go to f32 [3] at `out`.
+    addresses. The sums of t*c, c*c and, unless `config.lsq`, t*t go to TC, CC and TT of the vector at `out`.
     """
 
     def codegen(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
@@ -133,7 +134,7 @@ def quantise(
         for first in range(0, len(codes), many):
             _pack(v, settings.bits, codes[first : first + many], out_codes, first * v.lanes * settings.bits // 8)
         for k, total in enumerate([*v.horizontal_sums(*sums[:2]), *v.horizontal_sums(sums[-1], sums[-1])][: len(sums)]):
-            v.store(total, out, 4 * k)
+            v.store(total, out, FIELD_BYTES * (TC + k))
         return context.get_dummy_value()
 
     i64 = types.int64
@@ -141,7 +142,26 @@ def quantise(
 
 
 def _quantised(v: Lanes, bits: int, t: Any, inside: Any, base: Any, levels: Any) -> tuple[Any, Any, Any]:
-    """(codes as i32, |t|, |c|) of a register of coordinates; ties, and both zeros, go to the lower code."""
+    """(codes as i32, t, c) of a register of coordinates; t and c both as they are, or both as magnitudes.
+
+    Ties, and both zeros, go to the lower code.
+    """
+    if v.has_lookup32 and bits in SIGNED_BITS:
+        return _by_signed_cells(v, bits, t)
+    return _by_cells(v, bits, t, inside, base, levels)
+
+
+def _by_signed_cells(v: Lanes, bits: int, t: Any) -> tuple[Any, Any, Any]:
+    table = signed_cells(bits)
+    near = v.b.select(v.b.fcmp_ordered("<", t, v.f(table.limit)), t, v.f(table.limit))
+    near = v.b.select(v.b.fcmp_ordered(">", near, v.f(-table.limit)), near, v.f(-table.limit))
+    cell = v.as_int(v.b.fadd(near, v.f(table.shift)))
+    above = v.b.fcmp_ordered(">", t, v.lookup32(table.inside, cell))
+    code = v.b.sub(v.lookup32(table.base, cell), v.lane_mask(above))
+    return code, t, v.lookup16(codebook.levels(bits).tolist() * (16 >> bits), code)
+
+
+def _by_cells(v: Lanes, bits: int, t: Any, inside: Any, base: Any, levels: Any) -> tuple[Any, Any, Any]:
     half = 1 << (bits - 1)
     table = cells(bits)
     small = len(table.base) == 8

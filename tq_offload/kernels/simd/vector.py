@@ -11,10 +11,17 @@ from typing import Any
 
 from llvmlite import ir
 
-__all__ = ["F32", "FV", "I8", "I16", "I32", "I64", "IV", "LANES", "Lanes", "gather", "halving_tree"]
+__all__ = ["F32", "FV", "I1", "I8", "I16", "I32", "I64", "IV", "LANES", "Lanes", "gather", "halving_tree"]
 
 LANES = 8
-F32, I8, I16, I32, I64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+F32, I1, I8, I16, I32, I64 = (
+    ir.FloatType(),
+    ir.IntType(1),
+    ir.IntType(8),
+    ir.IntType(16),
+    ir.IntType(32),
+    ir.IntType(64),
+)
 FV, IV = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 
 
@@ -121,6 +128,18 @@ class Lanes:
             return self.as_int(self._permuted(floats, index))
         return self._select_tree([self.i(v) for v in table], index)
 
+    @property
+    def has_lookup32(self) -> bool:
+        """Whether there is a permute of two registers, for `lookup32`."""
+        return self._permute and self.lanes == 16
+
+    def lookup32(self, table: Any, index: Any) -> Any:
+        """table[index & 31] in every lane; the table is f32 or i32 [32]. Needs `has_lookup32`."""
+        kind, make, typ = ("d", self.i, self.iv) if table.dtype.kind == "i" else ("ps", self.f, self.fv)
+        low, high = make(table[:16].tolist()), make(table[16:].tolist())
+        name = f"llvm.x86.avx512.vpermi2var.{kind}.512"
+        return self.b.call(self._intrinsic(name, typ, [typ, self.iv, typ]), [low, index, high])
+
     def _permuted(self, table: Any, index: Any) -> Any:
         """Lane `index` of a register, modulo the number of lanes."""
         name = "llvm.x86.avx2.permps" if self.lanes == LANES else "llvm.x86.avx512.permvar.sf.512"
@@ -142,6 +161,10 @@ class Lanes:
     def absolute(self, x: Any) -> Any:
         """|x|."""
         return self.as_float(self.b.and_(self.as_int(x), self.i(0x7FFFFFFF)))
+
+    def square_root(self, x: Any) -> Any:
+        """Correctly rounded square roots."""
+        return self.b.call(self._intrinsic(f"llvm.sqrt.v{self.lanes}f32", self.fv, [self.fv]), [x])
 
     def maximum(self, a: Any, b: Any) -> Any:
         """The larger of two f32 in every lane."""
