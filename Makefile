@@ -26,7 +26,7 @@ KVPRESS_TESTS := tests/kv_cache tests/press
 MAIN_TESTS := $(filter-out $(KVPRESS_TESTS) tests/upstream tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/))) \
 	tests/kv_cache/test_prefix_process.py tests/kv_cache/test_architectures.py
 
-.PHONY: help env env-kvpress demo demo-short demo-tiers demo-tiers-short bench-codec bench-growth bench-put bench-press bench-quality bench-guard bench-triton bench-transfer bench-capacity bench-model bench-ttft demo-press test test-kvpress test-kvpress-versions check format clean
+.PHONY: help env env-kvpress demo demo-short demo-tiers demo-tiers-short bench-codec bench-growth bench-put bench-press bench-quality bench-guard bench-triton bench-transfer bench-capacity bench-model bench-ttft bench-docs demo-press test test-kvpress test-kvpress-versions check format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-21s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,13 +55,13 @@ demo-tiers: $(READY) ## Real vLLM with LMCache inside it: bytes held by RAM, dis
 demo-tiers-short: $(READY) ## The same with turboquant only; what CI runs
 	$(PYTHON) -m benchmarks.tiers --short $(DEMO_ARGS)
 
-bench-codec: $(READY) $(PEERS)/.stamp ## Speed of the codec beside LMCache's fp8, other packages, zstd and memcpy (BENCH_ARGS="--save")
+bench-codec: $(READY) $(PEERS)/.stamp ## Speed of the codec beside LMCache's fp8, other packages, zstd and memcpy (BENCH_ARGS="--head-dim 128")
 	$(PYTHON) -m benchmarks.bench_codec --check $(BENCH_ARGS)
 
 bench-growth: $(READY) ## How time and memory grow with tokens, layers, heads, head_dim and threads: fixed cost, slope (BENCH_ARGS="--short")
 	$(PYTHON) -m benchmarks.bench_growth --check $(BENCH_ARGS)
 
-bench-put: $(READY) ## How long a store call holds the engine's thread, beside encoding there; fails above 10 % (BENCH_ARGS="--json out.json")
+bench-put: $(READY) ## How long a store call holds the engine's thread, beside encoding there; fails above 10 %
 	$(PYTHON) -m benchmarks.bench_put --check $(BENCH_ARGS)
 
 bench-transfer: $(READY) ## Puts and gets of chunks through memory, disk and Redis, naive, fp8 and turboquant: rates, bytes, CPU (BENCH_ARGS="--small")
@@ -70,7 +70,7 @@ bench-transfer: $(READY) ## Puts and gets of chunks through memory, disk and Red
 bench-capacity: $(READY) ## Tokens of prefix that fit in a budget of RAM and disk, and the hit rate of a trace of conversations
 	$(PYTHON) -m benchmarks.bench_capacity --check $(BENCH_ARGS)
 
-bench-model: $(READY) ## From decoding as measured here: load times by model and link, break-even, and the loads of bench-ttft predicted (BENCH_ARGS="--codec out.json")
+bench-model: $(READY) ## From decoding as measured here: load times by model and link, break-even, and the loads of bench-ttft predicted (BENCH_ARGS="--codec codec.json")
 	$(PYTHON) -m benchmarks.bench_model --check $(BENCH_ARGS)
 
 bench-press: $(KVPRESS_READY) ## The KVPress press: bytes and peaks, perplexity and KL, decoding speed; fails when a bound is missed (BENCH_ARGS="--only speed")
@@ -79,7 +79,7 @@ bench-press: $(KVPRESS_READY) ## The KVPress press: bytes and peaks, perplexity 
 bench-triton: $(KVPRESS_READY) ## Speed of the GPU kernels beside plain copies; needs a CUDA device
 	$(KVPRESS_PYTHON) -m benchmarks.bench_triton $(BENCH_ARGS)
 
-demo-press: $(KVPRESS_READY) ## kvpress's pipeline with and without the press: bytes, answers, and docs/press-memory.svg (DEMO_ARGS="--json out.json")
+demo-press: $(KVPRESS_READY) ## kvpress's pipeline with and without the press: bytes and answers (DEMO_ARGS="--json out.json")
 	$(KVPRESS_PYTHON) -m benchmarks.demo_press $(DEMO_ARGS)
 
 test: check ## Everything CI tests beside LMCache: `make check`, then pytest (PYTEST_ARGS="-k frame")
@@ -102,17 +102,20 @@ format: $(READY) ## Rewrite the sources in the house format
 	$(BIN)ruff check --fix $(SOURCES)
 	$(BIN)ruff format $(SOURCES)
 
-bench-quality: $(READY) $(PEERS)/.stamp ## Quality beside other codecs: KL, attention, biased keys, pass keys; writes docs/benchmarks.md (BENCH_ARGS="--short")
+bench-quality: $(READY) $(PEERS)/.stamp ## Quality beside other codecs: KL, attention, biased keys, pass keys (BENCH_ARGS="--short")
 	OMP_WAIT_POLICY=passive $(PYTHON) -m benchmarks.bench_quality --check $(BENCH_ARGS)
 
-bench-guard: $(READY) ## `tq-offload check` against a measurement on another text, plain and biased keys (BENCH_ARGS="--save")
+bench-guard: $(READY) ## `tq-offload check` against a measurement on another text, plain and biased keys
 	OMP_WAIT_POLICY=passive $(PYTHON) -m benchmarks.bench_guard --check $(BENCH_ARGS)
+
+bench-docs: $(READY) ## docs/benchmarks.md, its plots and README's tables anew from benchmarks/results, nothing measured (BENCH_ARGS="--check")
+	$(PYTHON) -m benchmarks.render_docs $(BENCH_ARGS)
 
 $(PEERS)/.stamp: benchmarks/quality/peers.txt
 	@DISABLE_CUDA=1 $(PYTHON) -m pip install --quiet --no-deps --no-compile --upgrade --target $(PEERS) -r $< && touch $@ || \
 		echo 'bench-quality: the other packages could not be installed; their rows will say so'
 
-bench-ttft: $(READY) ## Time to first token cold, and from CPU RAM, disk and Redis over links of 100 Mbit/s, 1 Gbit/s and unshaped; writes docs/benchmarks.md (BENCH_ARGS="--short")
+bench-ttft: $(READY) ## Time to first token cold, and from CPU RAM, disk and Redis over links of 100 Mbit/s, 1 Gbit/s and unshaped (BENCH_ARGS="--short")
 	$(PYTHON) -m benchmarks.bench_ttft --check $(BENCH_ARGS)
 
 clean: ## Remove caches, build products and what the demo left (keeps .venv and the downloaded model)

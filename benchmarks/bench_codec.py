@@ -1,10 +1,13 @@
 """Speed of the codec beside LMCache's fp8 serde, other packages, zstd and memcpy: one run, one thread, interleaved.
 
-usage: python -m benchmarks.bench_codec [--head-dim 128] [--bits 4] [--check] [--json results.json] [--save]
+usage: python -m benchmarks.bench_codec [--head-dim 128] [--bits 4] [--only-ours] [--check] [--no-write]
 
 Rates are GB/s of uncompressed bf16 KV. Whole frames: header and checksum are included. Every round measures every
 method once, so that a busy machine slows all of them alike; ratios are taken within a round. Slow methods are left out
 after the first rounds. "AVX2 only" is a process for which numba compiles as for a CPU without AVX-512.
+
+Writes benchmarks/results/codec.{json,csv} (head_dim 128, everything) and codec-D (other head_dims, ours beside fp8),
+docs/codec-rates.svg, a section of docs/benchmarks.md and README's table. Runs with settings of their own print only.
 """
 
 from __future__ import annotations
@@ -25,15 +28,16 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from benchmarks import codec_peers
+from benchmarks import codec_peers, codec_report
+from benchmarks.codec_ours import extra_memory, layout_of, make_chunk, ours
 from benchmarks.codec_peers import Tensor, fp8_serde
 from benchmarks.cores import pinned_pool
-from benchmarks.peak_memory import MALLOC, extra_bytes
+from benchmarks.peak_memory import MALLOC
 from benchmarks.quality.peers import NotInstalledError
-from benchmarks.samples import Quantiles, host_line, rich_table, write_results
+from benchmarks.render_docs import update
+from benchmarks.samples import Quantiles, where, write_results
 from tq_offload.codec import TurboQuantCodec
 from tq_offload.kernels.cpu_numba import NumbaBackend
-from tq_offload.layout import ChunkLayout, GroupLayout
 from tq_offload.spec import CodecSpec
 
 __all__ = ["Tensor", "fp8_serde", "main"]
@@ -45,9 +49,9 @@ PEERS: dict[str, Any] = {
     "zstd": codec_peers.zstd,
     "memcpy": codec_peers.memcpy,
 }
+HEAD_DIMS, MLA_DIM = (128, 64, 96, 576), 576
 SLOW_S, SLOW_ROUNDS = 0.4, 3
 PREFIX = 4
-MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -60,26 +64,6 @@ class Result:
     p80: float
     rounds: int
     times: dict[str, float]
-
-
-def make_chunk(args: argparse.Namespace, seed: int = 0) -> torch.Tensor:
-    """A packed chunk [L, T, H*2D] in bf16 with a mean for every channel."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (args.layers, args.tokens, args.heads * 2 * args.head_dim)
-    x = torch.randn(shape, generator=generator) + torch.randn(shape[-1], generator=generator)
-    return x.to(torch.bfloat16)
-
-
-def layout_of(chunk: torch.Tensor, head_dim: int) -> ChunkLayout:
-    """The layout of a packed chunk."""
-    return ChunkLayout((GroupLayout("packed", tuple(chunk.shape), "bfloat16", head_dim),))
-
-
-def ours(codec: TurboQuantCodec, chunk: torch.Tensor, back: torch.Tensor, head_dim: int) -> codec_peers.Pair:
-    """A codec on a chunk, into a buffer that is there."""
-    layout = layout_of(chunk, head_dim)
-    frame = bytearray(codec.frame_size(layout))
-    return lambda: codec.encode_into([chunk], layout, frame), lambda: codec.decode_into(frame, [back])
 
 
 def methods(args: argparse.Namespace, console: Console) -> dict[str, Callable[[], Any]]:
@@ -173,48 +157,10 @@ def in_a_process(args: argparse.Namespace, part: str, **env: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def extra_memory(args: argparse.Namespace) -> dict[str, int]:
-    """Bytes of resident memory at the peak of a call beyond those before it; nothing where that cannot be told."""
-    chunk, spec = make_chunk(args), CodecSpec(args.bits, args.bits)
-    back, found = torch.zeros_like(chunk), {}
-    for name, make in (("turboquant", lambda *a: ours(TurboQuantCodec(spec), *a)), ("fp8", codec_peers.fp8)):
-        for way, call in zip(("encode", "decode"), make(chunk, back, args.head_dim), strict=True):
-            call()
-            extra = extra_bytes(call)
-            if extra is not None:
-                found[f"{name} {way}"] = extra
-    return found
-
-
-def bounds(
-    results: list[Result], extra: dict[str, int], scaling: dict[str, float]
-) -> list[tuple[str, float, str, float]]:
-    """What is measured, and the bound that it has to meet."""
-    from tq_offload.kernels.simd.config import host_lanes
-
-    wide = host_lanes() == 16
-    found = []
-    for r in results:
-        times, way = r.times, r.method.split()[-1]
-        if r.method == f"turboquant {way}":
-            bound = {"decode": 9.0 if wide else 4.0, "encode": 0.8 if wide else 0.3}[way]
-            found.append((f"{way}: times fp8", times["fp8"], ">=", bound))
-            if "lmcache-turbo-quant-serde" in times:
-                found.append(
-                    (f"{way}: times lmcache-turbo-quant-serde", times["lmcache-turbo-quant-serde"], ">=", 20.0)
-                )
-        if r.method == "AVX2 only, turboquant decode":
-            found.append(("AVX2 only, decode: times fp8", times["fp8"], ">=", 4.0))
-        if r.method.startswith("turboquant, 2 threads"):
-            found.append((f"{way}: 2 threads on one chunk, by 1", times["turboquant"], ">=", 1.8))
-    found += [(f"{way}: 2 threads on a prefix of chunks, by 1", ratio, ">=", 1.8) for way, ratio in scaling.items()]
-    return found + [(f"{name}: extra MiB", n / MIB, "<=", 2.0) for name, n in extra.items() if "turboquant" in name]
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Command line."""
+    """Command line; `args.partial`: something else than what the results files are for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--head-dim", type=int, help=f"this one alone (all of {', '.join(map(str, HEAD_DIMS))})")
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--layers", type=int, default=28)
@@ -223,75 +169,79 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--only-ours", action="store_true", help="the SIMD kernels, fp8 and memcpy only")
     parser.add_argument("--part", choices=("rates", "memory"), help=argparse.SUPPRESS)
-    parser.add_argument("--json", type=Path, help="also write the results here")
-    parser.add_argument(
-        "--save",
-        action="store_true",
-        help="write benchmarks/results/codec.json and .csv (codec-D for another head_dim)",
-    )
+    parser.add_argument("--json", type=Path, help="with --head-dim: also write the results here")
+    parser.add_argument("--no-write", action="store_true", help="print only, as with any of the above but --repeats")
     parser.add_argument("--check", action="store_true", help="fail when a bound is missed")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.json and args.head_dim is None:
+        parser.error("--json is for one --head-dim")
+    same = ("head_dim", "bits", "tokens", "layers", "heads", "threads", "only_ours", "part")
+    args.partial = any(getattr(args, name) != parser.get_default(name) for name in same)
+    return args
+
+
+def of_head_dim(args: argparse.Namespace, head_dim: int) -> argparse.Namespace:
+    """The settings for one head_dim of all: everything for the first, ours and fp8 alone for the others."""
+    first = head_dim == HEAD_DIMS[0]
+    changed = {"head_dim": head_dim, "only_ours": args.only_ours or not first, "threads": args.threads if first else 1}
+    return argparse.Namespace(**{**vars(args), **changed, "heads": 1 if head_dim == MLA_DIM else args.heads})
+
+
+def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Everything for one head_dim: what the results file holds."""
+    results = measure(args, console)
+    if not args.only_ours:
+        results += avx2_only(args)
+    scaling = at_once(args) if args.threads > 1 else {}
+    extra = in_a_process(args, "memory", **MALLOC)
+    chunk = make_chunk(args)
+    frame = TurboQuantCodec(CodecSpec(args.bits, args.bits)).frame_size(layout_of(chunk, args.head_dim))
+    names = ("head_dim", "bits", "tokens", "layers", "heads", "threads", "repeats", "only_ours")
+    rows = [asdict(r) for r in results]
+    return {
+        "settings": {name: getattr(args, name) for name in names}, "fp8_from": fp8_serde()[0],
+        "frame_bytes": frame, "chunk_bytes": chunk.nbytes, "extra_bytes": extra, "scaling": scaling,
+        "bounds": codec_report.bounds(rows, extra, scaling if args.threads == 2 else {}), "rows": rows,
+    }  # fmt: skip
+
+
+def show(results: dict[str, Any], console: Console, *, held: bool) -> bool:
+    """Print; whether a bound is missed. Only those of `held` results count."""
+    for table in codec_report.tables(results):
+        console.print(table)
+    console.print(codec_report.scaling(results), highlight=False)
+    bad = False
+    for bound in results["bounds"] if held else ():
+        what, value, relation, limit = bound
+        missed = codec_report.missed(bound)
+        bad |= missed
+        console.print(f"{'FAIL' if missed else 'PASS'}  {what}: {value:.2f} {relation} {limit:g}", highlight=False)
+    return bad
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print, check."""
+    """Measure, print, write, check."""
     args = parse(argv)
     torch.set_num_threads(1)
     console = Console(width=max(Console().width, 140), stderr=args.part is not None)
     if args.part == "memory":
         print(json.dumps(extra_memory(args)))
         return 0
-    results = measure(args, console)
     if args.part == "rates":
-        print(json.dumps([asdict(r) for r in results]))
+        print(json.dumps([asdict(r) for r in measure(args, console)]))
         return 0
-    if not args.only_ours:
-        results += avx2_only(args)
-    scaling = at_once(args) if args.threads > 1 else {}
-    extra = in_a_process(args, "memory", **MALLOC)
-    chunk = make_chunk(args)
-    frame, nbytes = (
-        TurboQuantCodec(CodecSpec(args.bits, args.bits)).frame_size(layout_of(chunk, args.head_dim)),
-        chunk.nbytes,
-    )
-    title = f"[{args.layers}, {args.tokens}, {args.heads}*2*{args.head_dim}] bf16, {args.bits} bits, GB/s of bf16 KV"
-    others = ("fp8", "lmcache-turbo-quant-serde", "turboquant")
-    rows = [
-        (
-            r.method,
-            f"{r.median:.3g}",
-            f"{r.p20:.3g}–{r.p80:.3g}",
-            *(f"{r.times[o]:.2f}" if o in r.times else "" for o in others),
-        )
-        for r in results
-    ]
-    console.print(rich_table(title, ("method", "p50", "p20–p80", *(f"times {o}" for o in others)), rows))
-    console.print(
-        f"frame: {frame} bytes, {nbytes / frame:.2f} times smaller; fp8 from {fp8_serde()[0]}", highlight=False
-    )
-    for name, n in extra.items():
-        console.print(f"{name}: {n / MIB:.2f} MiB of memory beyond source and destination", highlight=False)
-    checked = bounds(results, extra, scaling if args.threads == 2 else {})
-    missed = [
-        what for what, value, relation, bound in checked if not (value >= bound if relation == ">=" else value <= bound)
-    ]
-    for what, value, relation, bound in checked:
-        console.print(
-            f"{'FAIL' if what in missed else 'PASS'}  {what}: {value:.2f} {relation} {bound:g}", highlight=False
-        )
-    console.print(host_line(), highlight=False)
-    report = {
-        "settings": {k: v for k, v in vars(args).items() if k not in ("json", "check", "save", "part")},
-        "results": [asdict(r) for r in results],
-        "frame_bytes": frame, "chunk_bytes": nbytes, "extra_bytes": extra,
-        "scaling": scaling, "bounds": checked, "missed": missed,
-    }  # fmt: skip
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
-    if args.save:
-        name = "codec" if args.head_dim == 128 else f"codec-{args.head_dim}"
-        write_results(name, report, [asdict(r) for r in results])
-    return 1 if args.check and missed else 0
+    bad = False
+    for head_dim in HEAD_DIMS if args.head_dim is None else (args.head_dim,):
+        results = run(of_head_dim(args, head_dim) if args.head_dim is None else args, console)
+        bad |= show(results, console, held=head_dim == HEAD_DIMS[0] or args.head_dim is not None)
+        if args.json:
+            args.json.write_text(json.dumps({**where(), **results}, indent=1) + "\n", encoding="utf-8")
+        if not (args.no_write or args.partial):
+            name = "codec" if head_dim == HEAD_DIMS[0] else f"codec-{head_dim}"
+            write_results(name, {k: v for k, v in results.items() if k != "rows"}, results["rows"])
+    if not (args.no_write or args.partial):
+        update("codec")
+    return 1 if args.check and bad else 0
 
 
 if __name__ == "__main__":

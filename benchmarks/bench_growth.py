@@ -22,6 +22,7 @@ from benchmarks.growth import report
 from benchmarks.growth.cases import cases
 from benchmarks.growth.memory import measure_extra
 from benchmarks.growth.times import measure_times
+from benchmarks.render_docs import update
 from benchmarks.samples import show_checks
 
 _SHORT_ROUNDS = 7
@@ -30,7 +31,7 @@ _SHORT_ROUNDS = 7
 def main(
     rounds: Annotated[int, typer.Option(min=3, help="Rounds that count.")] = 25,
     short: Annotated[
-        bool, typer.Option("--short", help="The smallest and three largest sizes, seven rounds; writes nothing.")
+        bool, typer.Option("--short", help="The smallest and three largest sizes, seven rounds; prints only.")
     ] = False,
     check: Annotated[bool, typer.Option("--check", help="Fail when a check is missed.")] = False,
     no_write: Annotated[bool, typer.Option("--no-write", help="Print only.")] = False,
@@ -59,6 +60,7 @@ def main(
     say("done")
     if not (short or no_write):
         report.write(result, held)
+        update("growth")
     if check and not met:
         raise typer.Exit(1)
 

@@ -1,24 +1,26 @@
 """`tq-offload check` against a measurement: what it predicts from its own text, and what packing costs on another one.
 
-usage: python -m benchmarks.bench_guard [--check] [--save]
+usage: python -m benchmarks.bench_guard [--check] [--no-write]
 
 SmolLM2 as it is and with biased keys. The guard sees its default text; measured is every window of alice.txt, by the
 code of `bench_quality`. A recommendation is right if it holds the guard's bounds where it is measured and no cheaper
-preset does.
+preset does. Writes benchmarks/results/guard.{json,csv} and a section of docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from benchmarks import guard_report
 from benchmarks.quality import biased, measure, methods, texts
-from benchmarks.report import Check
-from benchmarks.samples import rich_table, show_checks, write_results
+from benchmarks.render_docs import update
+from benchmarks.samples import Check, show_checks, write_results
 from tq_offload.check.guard import check_model
 from tq_offload.check.report import Bounds
 from tq_offload.check.sample import Sample
@@ -27,6 +29,7 @@ MODELS = (None, biased.Variant("low", biased.CHECKED_BETA), biased.Variant("turn
 PRESETS = ("turboquant_k4v3", "turboquant", "turboquant_robust", "turboquant_k8v4")
 PREFIX, SCORED, WINDOWS = 512, 256, 3
 WITHIN = 0.25
+PACKAGES = ("tq-offload", "transformers", "torch", "numba")
 
 
 def measured(model: Any, tokens: dict[str, torch.Tensor]) -> dict[str, measure.Score]:
@@ -41,7 +44,7 @@ def main() -> int:
     """Measure, print; 1 if a prediction is far off and --check is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="fail when a check is missed")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/guard.json and .csv")
+    parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args()
     torch.set_num_threads(2)
     console, bounds = Console(width=max(Console().width, 120)), Bounds()
@@ -69,16 +72,12 @@ def main() -> int:
                 row = next(r for r in rows if r["model"] == name and r["recommended"])
                 name = f"{name}: KL of {report.recommended} within {WITHIN:.0%} of measured"
                 checks.append(Check(name, abs(row["off"]) <= WITHIN, f"{row['predicted']:.4f}, {row['off']:+.0%}"))
-    cells = [
-        (r["model"], r["preset"], f"{r['bits']:.2f}", f"{r['predicted']:.4f}", f"{r['measured']:.4f} ± {r['s.e.']:.4f}",
-         f"{r['off']:+.0%}", f"{r['perplexity']:+.1%}", "yes" if r["recommended"] else "")
-        for r in rows
-    ]  # fmt: skip
-    heads = ("model", "preset", "bits", "KL predicted", "KL measured", "off", "perplexity", "recommended")
-    console.print(rich_table("tq-offload check, and measured on another text", heads, cells, texts=2))
+    results = {"checks": [asdict(one) for one in checks]}
+    console.print(guard_report.table({**results, "rows": rows}))
     met = show_checks(console, checks)
-    if options.save:
-        write_results("guard", {"checks": [[c.name, c.passed, c.seen] for c in checks]}, rows)
+    if not options.no_write:
+        write_results("guard", results, rows, packages=PACKAGES)
+        update("guard")
     return int(options.check and not met)
 
 

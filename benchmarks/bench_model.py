@@ -1,13 +1,13 @@
 """From measured decoding and the speed of a link: when packed KV cache loads sooner than bf16, for models in use.
 
-usage: python -m benchmarks.bench_model [--codec results.json] [--tokens 8192,32768] [--threads 1,2,4,8,16]
-       [--ttft benchmarks/results/ttft.json]
+usage: python -m benchmarks.bench_model [--codec codec.json] [--tokens 8192,32768] [--threads 1,2,4,8,16]
+       [--ttft benchmarks/results/ttft.json] [--no-write]
 
 Decoding is measured first, on this machine, with as many threads as it has cores at most; rates of more threads are
-scaled in proportion and marked ~. `--codec`: what `bench_codec --json` wrote, for its head_dim. Everything else is
+scaled in proportion and marked ~. `--codec`: a results file of bench_codec, for its head_dim. Everything else is
 arithmetic (benchmarks/planner.py): reading, then decoding, one after the other. `--ttft`: loads that bench_ttft
 measured, which the same arithmetic predicts (benchmarks/planner_ttft.py). Writes benchmarks/results/model.{json,csv},
-docs/transfer-break-even.svg and a section of docs/benchmarks.md.
+docs/transfer-break-even.svg and a section of docs/benchmarks.md; with any of these options it prints only.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from benchmarks import codec_peers, planner, planner_report, planner_ttft, plann
 from benchmarks.cores import pinned_pool
 from benchmarks.planner import CodecRate, Model
 from benchmarks.planner_ttft_report import Against
+from benchmarks.render_docs import update
 from benchmarks.samples import RESULTS, Quantiles, show_checks
 from tq_offload.codec import TurboQuantCodec
 from tq_offload.layout import ChunkLayout
 
-TTFT = RESULTS / "ttft.json"
+TOKENS, THREADS, TTFT = "8192,32768", "1,2,4,8,16", RESULTS / "ttft.json"
 _CHUNK_BYTES = 8 << 20  # of what is measured with: a few layers of the model
 
 
 def main(
     codec: Annotated[Path | None, typer.Option(help="Rates from this file of bench_codec instead.")] = None,
-    tokens: Annotated[str, typer.Option(help="Lengths of the prefix, comma-separated.")] = "8192,32768",
-    threads: Annotated[str, typer.Option(help="Threads that decode, comma-separated.")] = "1,2,4,8,16",
+    tokens: Annotated[str, typer.Option(help="Lengths of the prefix, comma-separated.")] = TOKENS,
+    threads: Annotated[str, typer.Option(help="Threads that decode, comma-separated.")] = THREADS,
     rounds: Annotated[int, typer.Option(help="Rounds of the measurement.")] = 15,
     ttft: Annotated[Path, typer.Option(help="Loads to predict: what bench_ttft wrote.")] = TTFT,
     check: Annotated[bool, typer.Option("--check", help="Fail when a check is missed.")] = False,
@@ -69,8 +70,9 @@ def main(
         console.print(against.other_host or f"Measured on {against.measured.cpu}, as decoding was.", markup=False)
     held = [*planner_report.checks(plan), *(against.checks if against else ())]
     met = show_checks(console, held)
-    if not no_write:
+    if not (no_write or codec) and (tokens, threads, ttft) == (TOKENS, THREADS, TTFT):
         planner_report.write(plan, samples, against, held)
+        update("model")
     if check and not met:
         raise typer.Exit(1)
 
@@ -125,14 +127,14 @@ def measure(model: Model, threads: Sequence[int], rounds: int) -> dict[int, Quan
 
 
 def read_rates(path: Path) -> dict[int, CodecRate]:
-    """The rates of decoding in a file of `bench_codec --json` or `--save`, by head_dim.
+    """The rates of decoding in a file of `bench_codec`, by head_dim.
 
     Raises:
         SystemExit: There is none with one thread in it.
     """
     found: Any = json.loads(path.read_text(encoding="utf-8"))
     rates = {}
-    for row in found["results"]:
+    for row in found["rows"]:
         method = re.fullmatch(r"turboquant(?:, (\d+) threads)? decode", row["method"])
         if method:
             rates[int(method[1] or 1)] = float(row["median"]) * 1e9

@@ -1,26 +1,31 @@
 """What TurboQuantPress saves and costs: resident bytes and peaks, predictions, decoding speed; on CPU.
 
-usage: python -m benchmarks.bench_press [--only memory,quality,speed] [--check] [--json results.json]
+usage: python -m benchmarks.bench_press [--only memory,quality,speed] [--check] [--no-write]
+
+Writes benchmarks/results/press.{json,csv}, docs/press-memory.svg, a section of docs/benchmarks.md and the tables of
+README.md. Runs with --only, --tokens or --dtype print only.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
+import time
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks import press_report
 from benchmarks.press_caches import bf16_arithmetic
+from benchmarks.press_curves import LENGTHS, curves
 from benchmarks.press_memory import CASES, run_cases
 from benchmarks.press_quality import PREFIX, SCORED, STARTS, quality
 from benchmarks.press_speed import CONTEXT, Rates, preset_speed, ratio, speed
+from benchmarks.render_docs import update
+from benchmarks.samples import Check, Quantiles, show_checks, write_results
 
 PARTS = ("memory", "quality", "speed")
 SMALLER = {"4-bit": 3.8, "4-bit-exact-128": 3.5, "snapkv-4-bit": 7.5}
@@ -29,118 +34,82 @@ PEAK_LAYERS = 2.0  # of full precision, above what is resident, while decoding
 KL = {"turboquant": 0.003, "turboquant, no exact tokens": 0.006}
 SPEED = 0.7  # of the fp cache's tokens per second
 MB = 1e6
+PACKAGES = ("tq-offload", "kvpress", "transformers", "torch", "numba", "optimum-quanto")
 
 
 @dataclass
 class Results:
-    """What was measured, and which bounds it was held against."""
+    """What was measured, and what it was held against."""
 
-    measured: dict[str, Any] = field(default_factory=dict)
-    bounds: list[tuple[str, float, str, float]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
 
     def bound(self, what: str, value: float, relation: str, limit: float) -> None:
-        """Note that `value` has to be `>=`, `<=`, `<` or `>` the limit."""
-        self.bounds.append((what, value, relation, limit))
-
-    def missed(self) -> list[str]:
-        """The bounds that do not hold."""
-        holds = {
-            ">=": lambda a, b: a >= b, "<=": lambda a, b: a <= b, ">": lambda a, b: a > b, "<": lambda a, b: a < b,
-        }  # fmt: skip
-        return [what for what, value, relation, limit in self.bounds if not holds[relation](value, limit)]
-
-
-def _table(title: str, first: str, *heads: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column(first, no_wrap=True)
-    for head in heads:
-        table.add_column(head, justify="right")
-    return table
+        """Note whether `value` is `>=`, `<=`, `<` or `>` the limit."""
+        met = {">=": value >= limit, "<=": value <= limit, ">": value > limit, "<": value < limit}[relation]
+        self.checks.append(Check(f"{what} {relation} {limit:.4g}", met, f"{value:.4g}"))
 
 
 def memory(tokens: int, results: Results, console: Console) -> None:
     """Resident bytes and peaks of every case, each in a process of its own."""
-    measured: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     with console.status("memory: warm-up") as status:
-        for case, found in run_cases(tokens):
-            measured[case] = found
-            status.update(f"memory: {len(measured)} of {len(CASES)} cases")
-    results.measured["memory"] = measured
-    fp = measured["fp"]
-    table = _table(
-        f"Memory: 16 layers, 4 KV heads, head_dim 128, bf16, {tokens} tokens (MB = 10^6 bytes)", "cache", "resident",
-        "smaller", "prefill peak", "decode peak", "above resident, layers", "process: prefill", "process: decode",
-    )  # fmt: skip
-    for case, of in measured.items():
-        above = (of["decode_peak"] - of["resident_after"]) / of["fp_layer"]
-        peaks = (of["prefill_peak"], of["decode_peak"])
-        table.add_row(
-            case, f"{of['resident'] / MB:.1f}", f"{fp['resident'] / of['resident']:.2f}x",
-            *(f"{peak / MB:.1f}" for peak in peaks), f"{above:.2f}",
-            *(f"{of['process'][name] / MB:.1f}" for name in ("prefill_peak", "decode_peak")),
-        )  # fmt: skip
-        if tokens < BOUND_TOKENS:
-            continue
+        for case, of in run_cases(tokens):
+            found[case] = {k: v for k, v in of.items() if k != "case"}
+            found[case]["layers_above"] = (of["decode_peak"] - of["resident_after"]) / of["fp_layer"]
+            status.update(f"memory: {len(found)} of {len(CASES)} cases")
+    results.rows += [{"part": "memory", "cache": case, **of} for case, of in found.items()]
+    fp = found["fp"]
+    for case, of in found.items() if tokens >= BOUND_TOKENS else ():
         if case in SMALLER:
             results.bound(f"{case}: times smaller", fp["resident"] / of["resident"], ">=", SMALLER[case])
         if "4-bit" in case:
-            results.bound(f"{case}: decode peak above resident, layers", above, "<=", PEAK_LAYERS)
+            results.bound(f"{case}: decode peak above resident, layers", of["layers_above"], "<=", PEAK_LAYERS)
             results.bound(f"{case}: prefill peak, MB", of["prefill_peak"] / MB, "<", fp["prefill_peak"] / MB)
             process, fp_process = of["process"]["prefill_peak"] / MB, fp["process"]["prefill_peak"] / MB
             results.bound(f"{case}: prefill peak of the process, MB", process, "<", fp_process)
-    console.print(table)
 
 
 def predictions(results: Results, console: Console) -> None:
-    """Perplexity, KL and top-1 of every preset."""
-    table = _table(
-        f"SmolLM2-135M, prefix {PREFIX}, {SCORED} tokens scored, {len(STARTS)} windows", "cache",
-        "perplexity", "KL", "± (1 s.e.)", "top-1", "prefix smaller than bf16",
-    )  # fmt: skip
-    results.measured["quality"] = []
+    """Perplexity, KL and top-1 of every preset; and resident bytes by length."""
     with console.status("quality") as status:
         for row in quality():
             status.update(f"quality: after {row.name}")
-            results.measured["quality"].append(asdict(row))
-            table.add_row(
-                row.name, f"{row.perplexity:+.2%}", f"{row.kl:.4f}", f"{row.error:.4f}", f"{row.top1:.1%}",
-                f"{row.ratio:.2f}x",
-            )  # fmt: skip
+            results.rows.append({"part": "quality", "cache": row.name, **asdict(row)})
+            del results.rows[-1]["name"]
             if row.name in KL:
                 results.bound(f"{row.name}: KL", row.kl, "<=", KL[row.name])
-    console.print(table)
+        status.update("resident bytes by length")
+        for name, taken in curves().items():
+            for tokens, nbytes in zip(LENGTHS, taken, strict=True):
+                results.rows.append({"part": "curve", "cache": name, "tokens": tokens, "resident": nbytes})
 
 
 def rates(dtypes: list[str], rounds: int, tokens: int, results: Results, console: Console) -> None:
     """Decoded tokens per second beside the fp cache and quanto, then of every preset."""
-    measured = results.measured["speed"] = {}
     for name in dtypes:
         with console.status("speed") as status:
             by_clock, by_cpu = speed(getattr(torch, name), rounds, tokens, status.update)
-        measured[name] = {"tokens_per_s": by_clock, "tokens_per_cpu_s": by_cpu}
-        _rate_table(f"SmolLM2-135M in {name}", by_clock, by_cpu, ("fp", "quanto 4-bit"), tokens, console)
+        results.rows += _rate_rows(name, by_clock, by_cpu, ("fp", "quanto 4-bit"))
         for way in by_clock:
             if way.startswith("TurboQuant"):
                 results.bound(f"{name}, {way}: speed of fp", ratio(by_clock, way, "fp"), ">=", SPEED)
                 results.bound(f"{name}, {way}: speed of quanto", ratio(by_clock, way, "quanto 4-bit"), ">", 1.0)
     with console.status("speed of the presets") as status:
         by_clock, by_cpu = preset_speed((rounds + 1) // 2, tokens, status.update)
-    measured["presets"] = {"tokens_per_s": by_clock, "tokens_per_cpu_s": by_cpu}
-    _rate_table("every preset, SmolLM2-135M in float32", by_clock, by_cpu, ("fp",), tokens, console)
+    results.rows += _rate_rows("presets", by_clock, by_cpu, ("fp",))
 
 
-def _rate_table(
-    title: str, by_clock: Rates, by_cpu: Rates, bases: tuple[str, ...], tokens: int, console: Console
-) -> None:
-    table = _table(
-        f"Decoding, {title}, context {CONTEXT}, {torch.get_num_threads()} threads, "
-        f"{len(by_clock['fp'])} rounds of {tokens} tokens",
-        "cache", "tokens/s (median)", *(f"of {base}" for base in bases), "of fp by CPU time",
-    )  # fmt: skip
-    for way, values in by_clock.items():
-        shares = [ratio(by_clock, way, base) for base in bases] + [ratio(by_cpu, way, "fp")]
-        table.add_row(way, f"{statistics.median(values):.1f}", *(f"{share:.2f}x" for share in shares))
-    console.print(table)
+def _rate_rows(group: str, by_clock: Rates, by_cpu: Rates, bases: tuple[str, ...]) -> list[dict[str, Any]]:
+    return [
+        {
+            "part": "speed", "group": group, "cache": way, "tokens_per_s": Quantiles.of(values), "rounds": values,
+            "tokens_per_cpu_s": Quantiles.of(by_cpu[way]),
+            "share": {base: ratio(by_clock, way, base) for base in bases},
+            "cpu_share": {base: ratio(by_cpu, way, base) for base in bases},
+        }
+        for way, values in by_clock.items()
+    ]  # fmt: skip
 
 
 def main() -> int:
@@ -160,29 +129,38 @@ def main() -> int:
         "--threads", type=int, help="threads of torch in the quality and speed parts (torch's own choice)"
     )
     parser.add_argument("--check", action="store_true", help="fail when a bound is missed")
-    parser.add_argument("--json", type=Path, help="write everything measured here")
+    parser.add_argument("--no-write", action="store_true", help="print only")
     options = parser.parse_args()
     parts = options.only.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--only: unknown {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}")
     if options.threads:
         torch.set_num_threads(options.threads)
-    results, console = Results(), Console(width=max(Console().width, 120))
+    found, console, started = Results(), Console(width=max(Console().width, 120)), time.monotonic()
     if "memory" in parts:
-        memory(options.tokens, results, console)
+        memory(options.tokens, found, console)
     if "quality" in parts:
-        predictions(results, console)
+        predictions(found, console)
     if "speed" in parts:
-        rates(options.dtype.split(","), options.rounds, options.decode, results, console)
-    missed = results.missed()
-    table = _table("Bounds", "what", "measured", "", "bound", "")
-    for what, value, relation, limit in results.bounds:
-        table.add_row(what, f"{value:.4g}", relation, f"{limit:.4g}", "MISSED" if what in missed else "ok")
-    console.print(table)
-    if options.json:
-        report = {**results.measured, "bounds": results.bounds, "missed": missed}
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
-    return int(bool(missed) and options.check)
+        rates(options.dtype.split(","), options.rounds, options.decode, found, console)
+    settings = {
+        "tokens": options.tokens, "prefix": PREFIX, "scored": SCORED, "starts": STARTS, "context": CONTEXT,
+        "decode": options.decode, "threads": torch.get_num_threads(),
+    }  # fmt: skip
+    content = {
+        "settings": settings,
+        "seconds": time.monotonic() - started,
+        "checks": [asdict(one) for one in found.checks],
+    }
+    results = json.loads(json.dumps({**content, "rows": found.rows}, default=asdict))
+    for table in press_report.tables(results):
+        console.print(table)
+    met = show_checks(console, found.checks)
+    partial = any(getattr(options, name) != parser.get_default(name) for name in ("only", "tokens", "dtype"))
+    if not (options.no_write or partial):
+        write_results("press", content, found.rows, packages=PACKAGES)
+        update("press")
+    return int(options.check and not met)
 
 
 if __name__ == "__main__":

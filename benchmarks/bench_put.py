@@ -1,26 +1,31 @@
 """How long a store call holds the engine's thread, beside encoding the same chunks in that thread.
 
-usage: python -m benchmarks.bench_put [--rounds 7] [--check] [--json results.json]
+usage: python -m benchmarks.bench_put [--rounds 7] [--check] [--no-write]
 
 The real backend over LMCache's own memory: CPU RAM, a folder and, with --redis-url, Redis. A call stores a prompt of
-several chunks, as LMCache does after a forward pass. Every round measures every way once, side by side.
+several chunks, as LMCache does after a forward pass. Every round measures every way once, side by side. Writes
+benchmarks/results/put.{json,csv}, a section of docs/benchmarks.md and README's sentence.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks import put_report
+from benchmarks.render_docs import update
+from benchmarks.samples import Check, Quantiles, show_checks, write_results
+
+ENCODE, CALL = "encode", "store call"
 CEILING = 0.10  # of encoding in the engine's thread, for --check
 LAYERS, HEADS, DIM, TOKENS = 28, 8, 128, 256  # Llama-3.2-3B
 
@@ -84,8 +89,8 @@ class Engine:
 def measure(engine: Engine, count: int, rounds: int) -> dict[str, list[float]]:
     """Milliseconds a chunk that the calling thread was held, by way and round."""
     ways: dict[str, Callable[[list[Any], list[Any]], Any]] = {
-        "encode in the engine's thread": engine.in_thread,
-        "store call": engine.backend.batched_submit_put_task,
+        ENCODE: engine.in_thread,
+        CALL: engine.backend.batched_submit_put_task,
     }
     found: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):  # the first one warms up
@@ -101,13 +106,13 @@ def measure(engine: Engine, count: int, rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Run from the command line."""
+    """Measure, print, write, check."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--chunks", type=int, default=6, help="chunks a call")
-    parser.add_argument("--redis-url")
+    parser.add_argument("--chunks", type=int, default=6, help="chunks a call; another number prints only")
+    parser.add_argument("--redis-url", help="also store there; prints only")
     parser.add_argument("--check", action="store_true", help=f"fail above {CEILING:.0%}")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tq-offload-bench-") as folder:
         engine = Engine(Path(folder), args.redis_url, args.chunks)
@@ -115,22 +120,31 @@ def main() -> None:
             found = measure(engine, args.chunks, args.rounds)
         finally:
             engine.backend.close()
-    encode, call = found.values()
-    ratio = statistics.median(c / e for c, e in zip(call, encode, strict=True))
-    table = Table(title=f"engine's thread held, ms a chunk of {engine.chunk_bytes / 1e6:.1f} MB ({args.rounds} rounds)")
-    for column in ("way", "median", "lowest", "highest"):
-        table.add_column(column, justify="left" if column == "way" else "right")
-    for name, times in found.items():
-        table.add_row(name, f"{statistics.median(times):.3f}", f"{min(times):.3f}", f"{max(times):.3f}")
-    console = Console()
-    console.print(table)
-    console.print(f"store call / encoding in the thread: {ratio:.2%} (median of the rounds)")
-    if args.json:
-        args.json.write_text(
-            json.dumps({"ms_a_chunk": found, "ratio": ratio, "chunk_bytes": engine.chunk_bytes}, indent=2)
-        )
-    if args.check and ratio > CEILING:
-        raise SystemExit(f"the store call holds the engine's thread for more than {CEILING:.0%} of encoding there")
+    rows = [
+        {
+            "way": way, "held_ms": Quantiles.of(times), "rounds_ms": times,
+            "share": Quantiles.of(t / e for t, e in zip(times, found[ENCODE], strict=True)),
+        }
+        for way, times in found.items()
+    ]  # fmt: skip
+    share = next(row["share"].p50 for row in rows if row["way"] == CALL)  # type: ignore[attr-defined]
+    held = [
+        Check(f"a store call holds the thread for at most {CEILING:.0%} of encoding", share <= CEILING, f"{share:.2%}")
+    ]
+    settings = {
+        "tiers": ["memory", "disk", *(["redis"] if args.redis_url else [])], "layers": LAYERS, "heads": HEADS,
+        "head_dim": DIM, "tokens": TOKENS, "chunk_bytes": engine.chunk_bytes, "chunks": args.chunks,
+        "rounds": args.rounds,
+    }  # fmt: skip
+    content = {"settings": settings, "checks": [asdict(one) for one in held]}
+    console = Console(width=max(Console().width, 100))
+    console.print(put_report.table(json.loads(json.dumps({**content, "rows": rows}, default=asdict))))
+    met = show_checks(console, held)
+    if not (args.no_write or args.redis_url or args.chunks != parser.get_default("chunks")):
+        write_results("put", content, rows)
+        update("put")
+    if args.check and not met:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -1,33 +1,28 @@
 """What packing the prefix does to a model, ours beside other codecs, in one run; bits as stored.
 
-usage: python -m benchmarks.bench_quality [--short] [--check] [--only NAME] [--gaussian-only]
+usage: python -m benchmarks.bench_quality [--short] [--check] [--only NAME] [--gaussian-only] [--no-write]
 
-Gaussian data against theory; SmolLM2 on three texts; SmolLM2 with biased keys; pass keys. Writes docs/benchmarks.md
-(between its markers), docs/quality-*.svg and benchmarks/results/quality.json. Same seeds and threads, same figures.
+Gaussian data against theory; SmolLM2 on three texts; SmolLM2 with biased keys; pass keys. Writes
+benchmarks/results/quality.{json,csv}, docs/quality-*.svg, a section of docs/benchmarks.md and README's tables. Same
+seeds and threads, same figures.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
-import os
-import platform
 import sys
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 
-from benchmarks.doc_sections import write_section
 from benchmarks.quality.gaussian import gaussian_rows, gaussian_table
 from benchmarks.quality.peers import use_peers
+from benchmarks.render_docs import update
+from benchmarks.samples import write_results
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "quality.json"
 PACKAGES = (
     "torch", "transformers", "lmcache", "numba", "numpy", "optimum-quanto", "hqq", "tqai", "lmcache-turbo-quant-serde",
 )  # fmt: skip
@@ -35,10 +30,13 @@ THREADS = 2
 
 
 def main(
-    short: Annotated[bool, typer.Option(help="Fewer and shorter windows, two biased models, four pass keys.")] = False,
+    short: Annotated[
+        bool, typer.Option(help="Fewer and shorter windows, two biased models, four pass keys; prints only.")
+    ] = False,
     check: Annotated[bool, typer.Option(help="Fail when a check is missed.")] = False,
-    only: Annotated[str, typer.Option(help="Rows whose name contains this; prints, writes no files.")] = "",
+    only: Annotated[str, typer.Option(help="Rows whose name contains this; prints only.")] = "",
     gaussian_only: Annotated[bool, typer.Option(help="Print the table of Gaussian data and stop.")] = False,
+    no_write: Annotated[bool, typer.Option("--no-write", help="Print only.")] = False,
 ) -> None:
     """Measure, print, write, check."""
     started, console = time.monotonic(), Console(width=None if sys.stdout.isatty() else 200)
@@ -54,12 +52,14 @@ def main(
     if gaussian_only:
         return
     with torch.no_grad():
-        missed = _measure(console, say, started, gaussian, short=short, only=only)
+        missed = _measure(console, say, started, gaussian, short=short, only=only, no_write=no_write)
     if check and missed:
         raise typer.Exit(1)
 
 
-def _measure(console: Console, say: Any, started: float, gaussian: list[list[str]], *, short: bool, only: str) -> bool:
+def _measure(
+    console: Console, say: Any, started: float, gaussian: list[list[str]], *, short: bool, only: str, no_write: bool
+) -> bool:
     """All but the Gaussian table. True if a check was missed."""
     from benchmarks.quality import biased, checks, measure, methods, report, texts
 
@@ -87,48 +87,27 @@ def _measure(console: Console, say: Any, started: float, gaussian: list[list[str
     settings = {
         "short": short, "sizes": asdict(sizes), "biased_sizes": asdict(biased_sizes),
         "chunk_tokens": methods.CHUNK_TOKENS, "threads": THREADS,
-        "windows": [asdict(place) for place in where], "host": _host(),
+        "windows": [asdict(place) for place in where],
         "seeds": {"rotation": 0, "peers": "their own defaults", "biases": 7, "pass keys": 11, "gaussian": 1},
         "seconds": round(time.monotonic() - started),
     }  # fmt: skip
-    if not short:
+    if not (short or no_write):
         _write(settings, gaussian, scores, models, needle, held)
     say("done")
     return not all(one.met for one in held)
 
 
 def _write(settings: Any, gaussian: Any, scores: Any, models: Any, needle: Any, held: Any) -> None:
-    from benchmarks.quality import plots, report
-
-    RESULTS.parent.mkdir(exist_ok=True)
-    result = {
+    content = {
         "settings": settings,
-        "scores": [asdict(s) | {"attention_mean": s.attention_mean} for s in scores],
         "biased": [asdict(m) for m in models],
         "pass_keys": needle,
         "gaussian": gaussian,
         "checks": [asdict(c) for c in held],
     }
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-    plots.plot_kl(scores, ROOT / "docs" / "quality-kl.svg")
-    plots.plot_attention(scores, ROOT / "docs" / "quality-attention.svg")
-    write_section("quality", report.markdown(settings, gaussian, scores, models, needle, held))
-
-
-def _host() -> dict[str, Any]:
-    """CPU, cores and versions; a package that is not there has none."""
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "-"
-    names = [line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
-    return {"cpu": names[0] if names else platform.machine(), "cores": os.cpu_count(), "versions": versions}
-
-
-def _lines(path: str) -> list[str]:
-    return Path(path).read_text().splitlines() if Path(path).exists() else []
+    rows = [asdict(s) | {"attention_mean": s.attention_mean} for s in scores]
+    write_results("quality", content, rows, packages=PACKAGES)
+    update("quality")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ usage: python -m benchmarks.bench_transfer [--small] [--rounds 7] [--check] [--p
 
 Real stores, an own redis-server on loopback (ended afterwards), real files. Rates are GB/s of uncompressed KV. Every
 round takes every way to every place; ratios are taken within a round. Writes benchmarks/results/transfer.{json,csv},
-docs/transfer-rates.svg and a section of docs/benchmarks.md.
+docs/transfer-rates.svg, a section of docs/benchmarks.md and README's table.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.process import stop_on_signals
+from benchmarks.render_docs import update
 from benchmarks.samples import show_checks
 from benchmarks.transfer import report
 from benchmarks.transfer.chunks import LLAMA_3B, SMOLLM2, Shape, make_chunk
@@ -35,7 +36,7 @@ def main(
     small: Annotated[
         bool, typer.Option("--small", help="Shapes of SmolLM2-135M instead of Llama-3.2-3B; prints only.")
     ] = False,
-    chunks: Annotated[int, typer.Option(help="Chunks of 256 tokens a round; 0: about 120 MB.")] = 0,
+    chunks: Annotated[int, typer.Option(help="Chunks of 256 tokens a round, prints only; 0: about 120 MB.")] = 0,
     rounds: Annotated[int, typer.Option(help="Rounds that count.")] = 7,
     places: Annotated[
         str, typer.Option(help="Places that contain one of these texts, comma-separated; prints only.")
@@ -65,8 +66,9 @@ def main(
     console.print(report.table(rows, run))
     met = show_checks(console, held)
     say("done")
-    if not (no_write or small or places):
+    if not (no_write or small or places or chunks):
         report.write(rows, held, run)
+        update("transfer")
     if check and not met:
         raise typer.Exit(1)
 

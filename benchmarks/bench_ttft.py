@@ -3,8 +3,8 @@
 usage: python -m benchmarks.bench_ttft [--check] [--short] [--ways naive,turboquant,mp-naive,mp-fp8,mp-turboquant]
        [--lengths 500,1500,3500] [--rates 100,1000,0] [--repeats 7] [--link auto] [--no-write] [--keep]
 
-Real servers, ended afterwards. Writes benchmarks/results/ttft.{json,csv}, docs/ttft-*.svg and a section of
-docs/benchmarks.md, unless told --short or --no-write.
+Real servers, ended afterwards. Writes benchmarks/results/ttft.{json,csv}, docs/ttft-*.svg, a section of
+docs/benchmarks.md and README's table; with --short, ways, lengths or rates of its own it prints only.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rich.console import Console
 from benchmarks.demo import require_plugin
 from benchmarks.model import prepare_model
 from benchmarks.process import DeploymentError
+from benchmarks.render_docs import update
 from benchmarks.samples import show_checks
 from benchmarks.servers_run import BROKEN, FAILED, run_and_exit
 from benchmarks.steps import Steps
@@ -31,6 +32,7 @@ from benchmarks.ttft.prompts import cut, whole_chunks
 from benchmarks.ttft.report import Result, tables, write
 from benchmarks.ttft.ways import WAYS
 
+LENGTHS, RATES = "500,1500,3500", "100,1000,0"
 _SLOW_REPEATS = 3
 _SHORT_WAYS, _SHORT_LENGTHS, _SHORT_REPEATS = "naive,turboquant,mp-fp8", "1500", 3
 
@@ -40,17 +42,18 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def main(
     ways: Annotated[str, typer.Option(help="Which, comma-separated, in this order.")] = ",".join(WAYS),
-    lengths: Annotated[str, typer.Option(help="Prompt tokens; the next whole chunks and one token.")] = "500,1500,3500",
-    rates: Annotated[str, typer.Option(help="Links to Redis in Mbit/s; 0: unshaped.")] = "100,1000,0",
+    lengths: Annotated[str, typer.Option(help="Prompt tokens; the next whole chunks and one token.")] = LENGTHS,
+    rates: Annotated[str, typer.Option(help="Links to Redis in Mbit/s; 0: unshaped.")] = RATES,
     repeats: Annotated[int, typer.Option(min=3, help="Hits of each kind; three below 1 Gbit/s.")] = 7,
     link: Annotated[str, typer.Option(help=f"How the link is shaped: {', '.join(LINKS)}.")] = "auto",
-    short: Annotated[bool, typer.Option("--short", help="Three ways, one length, three hits; writes nothing.")] = False,
+    short: Annotated[bool, typer.Option("--short", help="Three ways, one length, three hits; prints only.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Fail when a check is missed.")] = False,
     no_write: Annotated[bool, typer.Option("--no-write", help="Print only.")] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the logs.")] = False,
 ) -> None:
     """Measure, print, write, check."""
     console = Console(width=None if sys.stdout.isatty() else 200)
+    whole = not short and (ways, lengths, rates) == (",".join(WAYS), LENGTHS, RATES)
     if short:
         ways, lengths, repeats = _SHORT_WAYS, _SHORT_LENGTHS, _SHORT_REPEATS
     names, kind = [name.strip() for name in ways.split(",")], link.strip()
@@ -60,7 +63,7 @@ def main(
     wanted: list[Rate] = [float(rate) or None for rate in rates.split(",")]
 
     def conclude(result: Result) -> tuple[int, bool]:
-        met = _conclude(result, console, write_files=not (short or no_write))
+        met = _conclude(result, console, write_files=whole and not no_write)
         return (BROKEN if result.failed else 0) if met else FAILED if check else 0, bool(result.failed)
 
     run_and_exit(
@@ -109,6 +112,7 @@ def _conclude(result: Result, console: Console, *, write_files: bool) -> bool:
     met = show_checks(console, result.checks)
     if write_files and not result.failed:
         write(result)
+        update("ttft")
     return met
 
 

@@ -1,35 +1,44 @@
-"""Sections of docs/benchmarks.md that benchmarks write, each between its own two markers."""
+"""Sections of docs/benchmarks.md and README.md that benchmarks write, each between its own two markers."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["DOCUMENT", "markdown_table", "write_section"]
+__all__ = ["DOCUMENT", "README", "markdown_table", "paragraph", "with_section", "write_section"]
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+_ROOT = Path(__file__).resolve().parents[1]
+DOCUMENT, README = _ROOT / "docs" / "benchmarks.md", _ROOT / "README.md"
+
+
+def with_section(before: str, name: str, text: str) -> str:
+    """A document with ``text`` between ``<!-- name:begin -->`` and ``<!-- name:end -->``, at its end if it has neither.
+
+    Raises:
+        ValueError: There is a begin without an end.
+    """
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if begin not in before:
+        before = f"{before.rstrip()}\n\n{begin}\n{end}\n"
+    head, _, rest = before.partition(begin)
+    _, found, tail = rest.partition(end)
+    if not found:
+        raise ValueError(f"{begin} has no {end}")
+    return f"{head}{begin}\n\n{text.strip()}\n\n{end}{tail}"
 
 
 def write_section(name: str, text: str, path: Path = DOCUMENT) -> None:
-    """Put ``text`` between ``<!-- name:begin -->`` and ``<!-- name:end -->``, at the end where they are not there.
-
-    The file is replaced as a whole, under a lock on its folder, so that two of these calls lose nothing.
-    """
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    """Write `with_section`. The file is replaced as a whole, under a lock on its folder: two of these lose nothing."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         before = path.read_text(encoding="utf-8") if path.exists() else "# Benchmarks\n"
-        if begin not in before:
-            before = f"{before.rstrip()}\n\n{begin}\n{end}\n"
-        head, _, rest = before.partition(begin)
-        _, found, tail = rest.partition(end)
-        if not found:
-            raise ValueError(f"{path}: {begin} has no {end}")
-        _replace(path, f"{head}{begin}\n\n{text.strip()}\n\n{end}{tail}")
+        _replace(path, with_section(before, name, text))
     finally:
         os.close(folder)
 
@@ -38,6 +47,12 @@ def markdown_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[
     """Lines of a table whose first column is text and whose others are numbers."""
     lines = [list(heads), ["---", *["---:"] * (len(heads) - 1)], *rows]
     return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def paragraph(*parts: str) -> str:
+    """The parts, joined by spaces, in lines of 118 characters at most; what stands in backticks is not broken."""
+    whole = re.sub(r"`[^`]*`", lambda found: found[0].replace(" ", "\0"), " ".join(parts))
+    return textwrap.fill(whole, 118, break_long_words=False, break_on_hyphens=False).replace("\0", " ")
 
 
 def _replace(path: Path, text: str) -> None:

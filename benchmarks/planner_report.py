@@ -1,45 +1,75 @@
-"""What bench_model says: tables, checks, files, plot, section of docs/benchmarks.md."""
+"""What bench_model says: tables, checks, results file; from that file plot and section of docs/benchmarks.md."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from rich.table import Table
 
 from benchmarks import planner_ttft_report
-from benchmarks.doc_sections import markdown_table, write_section
-from benchmarks.planner import LINKS, CodecRate, Model, break_even, load_seconds
+from benchmarks.doc_sections import markdown_table
+from benchmarks.planner import LINKS, CodecRate, break_even, load_seconds
 from benchmarks.planner_ttft_report import Against
-from benchmarks.report import Check
-from benchmarks.samples import Quantiles, axes, host_line, rich_table, save_svg, write_results
+from benchmarks.samples import Check, Quantiles, axes, host_line, rich_table, write_results
 
-__all__ = ["Plan", "checks", "tables", "write"]
+__all__ = ["Plan", "Sized", "checks", "plots", "section", "tables", "write"]
 
 _GBIT = 1e9 / 8
 MIN_FEWER = 3.7
+
+
+class Sized(Protocol):
+    """A model: `planner.Model`, or what a results file says of one."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a vector."""
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes a token as they are."""
+
+    def frame_bytes(self) -> float:
+        """Bytes a token in our frames."""
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A model of a results file; `head_dim` is its number there, which names its rates."""
+
+    name: str
+    head_dim: int
+    raw_bytes: int
+    nbytes: float
+
+    def frame_bytes(self) -> float:
+        return self.nbytes
 
 
 @dataclass(frozen=True)
 class Plan:
     """What is planned: models, decoding by size of the vectors, lengths of the prefix, threads."""
 
-    models: Sequence[Model]
+    models: Sequence[Sized]
     rates: Mapping[int, CodecRate]
     tokens: Sequence[int]
     threads: Sequence[int]
 
-    def rate(self, model: Model, threads: int) -> float:
+    def rate(self, model: Sized, threads: int) -> float:
         """Bytes of uncompressed KV decoded a second."""
         return self.rates[model.head_dim].rate(threads)
 
-    def break_even(self, model: Model, threads: int) -> float:
+    def break_even(self, model: Sized, threads: int) -> float:
         """Bytes a second of the link below which packed loads sooner."""
         return break_even(model.raw_bytes, model.frame_bytes(), self.rate(model, threads))
 
-    def loads(self, model: Model, tokens: int, link: float, threads: int) -> tuple[float, float]:
+    def loads(self, model: Sized, tokens: int, link: float, threads: int) -> tuple[float, float]:
         """Seconds to load a prefix as it is, and packed."""
         raw, stored = tokens * model.raw_bytes, tokens * model.frame_bytes()
         return load_seconds(raw, raw, link), load_seconds(raw, stored, link, self.rate(model, threads))
@@ -100,7 +130,7 @@ def checks(plan: Plan) -> list[Check]:
 def write(
     plan: Plan, samples: Mapping[int, Mapping[int, Quantiles]], against: Against | None, held: Sequence[Check]
 ) -> None:
-    """Write results, plot and section; ``held`` has the checks of the plan and of ``against``."""
+    """Write benchmarks/results/model.json and .csv; ``held`` has the checks of the plan and of ``against``."""
     rows = []
     for model in plan.models:
         for count in plan.threads:
@@ -127,11 +157,24 @@ def write(
         "against_ttft": planner_ttft_report.as_json(against) if against else None,
     }
     write_results("model", content, rows)
-    _plot(plan)
-    write_section("model", _markdown(plan, samples, against))
 
 
-def _plot(plan: Plan) -> None:
+def _read(results: Mapping[str, Any]) -> Plan:
+    """The plan of a results file. Each model has its own rates: those that were measured."""
+    rows = results["rows"]
+    models, rates = [], {}
+    for number, name in enumerate(dict.fromkeys(row["model"] for row in rows)):
+        of = [row for row in rows if row["model"] == name]
+        models.append(_Read(name, number, of[0]["raw_bytes_per_token"], of[0]["frame_bytes_per_token"]))
+        measured = {row["threads"]: row["decode_GBs"] * 1e9 for row in of if row["decode_measured"]}
+        rates[number] = CodecRate(measured, of[0]["decode_source"])
+    tokens, threads = (list(dict.fromkeys(row[what] for row in rows)) for what in ("tokens", "threads"))
+    return Plan(models, rates, tokens, threads)
+
+
+def plots(files: Mapping[str, Any]) -> dict[str, Any]:
+    """The gain against the speed of the link, of the first and the last model."""
+    plan = _read(files["model"])
     figure, (left,) = axes(7, 4)
     speeds = [0.1 * 10 ** (i / 20) for i in range(61)]  # Gbit/s
     for model, colour in ((plan.models[0], "#0b6e4f"), (plan.models[-1], "#c2571a")):
@@ -141,29 +184,31 @@ def _plot(plan: Plan) -> None:
     left.axhline(1, color="#5b6770", linewidth=0.8)
     left.set(xscale="log", xlabel="link, Gbit/s", ylabel="bf16's load time / packed", ylim=(0, 4))
     left.legend(frameon=False)
-    save_svg(figure, "transfer-break-even")
+    return {"transfer-break-even": figure}
 
 
-def _markdown(plan: Plan, samples: Mapping[int, Mapping[int, Quantiles]], against: Against | None) -> str:
+def section(files: Mapping[str, Any]) -> str:
+    """The section of docs/benchmarks.md."""
+    results = files["model"]
+    plan, measured = _read(results), results["decode_GBs_by_head_dim_and_threads"]
     count = shown_threads(plan)
     rates = "; ".join(
-        f"vectors of {dim}: " + ", ".join(f"×{n} {q.p50 / 1e9:.2f} ({q.p20 / 1e9:.2f}–{q.p80 / 1e9:.2f})"
-        for n, q in found.items()) for dim, found in samples.items()
-    )  # fmt: skip
+        f"vectors of {dim}: " + ", ".join(f"×{n} {Quantiles(**q)}" for n, q in found.items())
+        for dim, found in measured.items()
+    )
     lines = [
         "## Which link, which model: `make bench-model`", "",
         "A calculation, not a measurement of a deployment: decoding as measured here (median, 20th–80th percentile),",
         "sizes of whole frames of 256 tokens, speeds of links as they are called. Reading and decoding are added; a",
         "deployment that does both at once gains more. Break-even: below that speed of the link packed loads sooner.",
         "~: rates of the most threads measured, scaled in proportion.", "",
-        f"Decoding, GB/s of uncompressed bf16 (× threads): {rates or 'from a file of bench_codec'}.",
-        f"Load average {os.getloadavg()[0]:.1f}: what other processes take of the cores is missing in these rates.", "",
+        f"Decoding, GB/s of uncompressed bf16 (× threads): {rates or 'from a file of bench_codec'}.", "",
         *markdown_table(*_model_rows(plan)), "",
     ]  # fmt: skip
     for tokens in plan.tokens:
         title = f"Seconds to load {tokens:,} tokens, bf16 / packed (bf16's time over packed's), {count} threads decode:"
         lines += [title, "", *markdown_table(*_load_rows(plan, tokens, count)), ""]
     lines += ["![Gain against the speed of the link](transfer-break-even.svg)", ""]
-    if against:
-        lines += planner_ttft_report.markdown(against)
-    return "\n".join([*lines, host_line()])
+    if results.get("against_ttft"):
+        lines += planner_ttft_report.markdown(planner_ttft_report.read(results))
+    return "\n".join([*lines, host_line(results)])

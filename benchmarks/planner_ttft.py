@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.planner import CHUNK_TOKENS, SMOLLM2, CodecRate, load_seconds
-from benchmarks.report import Check
+from benchmarks.samples import Check
 from benchmarks.ttft.measure import Hits, Run
 from benchmarks.ttft.ways import Way
 from tq_offload.integrations.lmcache.settings import SerdeSettings

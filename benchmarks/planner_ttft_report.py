@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,10 +22,10 @@ from benchmarks.planner_ttft import (
     gains,
     off,
 )
-from benchmarks.report import Check, where
-from benchmarks.samples import rich_table
+from benchmarks.samples import Check, check_lines, rich_table, where
+from benchmarks.ttft.ways import Way
 
-__all__ = ["Against", "as_json", "markdown", "tables"]
+__all__ = ["Against", "as_json", "markdown", "read", "tables"]
 
 _LABELS = {
     "none": "link and decoding only",
@@ -39,19 +39,22 @@ Cells = tuple[list[str], list[list[str]]]
 
 @dataclass(frozen=True)
 class Against:
-    """Predictions and what they are compared with; ``decoding`` says in words what they were made with."""
+    """Predictions and what they are compared with; ``decoding`` says in words what they were made with.
+
+    ``cpu``: where decoding was measured; empty: on this machine.
+    """
 
     source: str
     measured: Measured
     predictions: Sequence[Prediction]
     checks: Sequence[Check]
     decoding: str
+    cpu: str = ""
 
     @property
     def other_host(self) -> str:
-        """A sentence where the runs are of another machine than this one; else nothing."""
-        host: Any = where()["host"]
-        here = str(host["cpu"])
+        """A sentence where the runs are of another machine than decoding; else nothing."""
+        here = self.cpu or str(where()["host"]["cpu"])
         if here == self.measured.cpu:
             return ""
         return f"The runs are of another host ({self.measured.cpu}) than decoding ({here}): no one machine has both."
@@ -147,8 +150,24 @@ def as_json(against: Against) -> dict[str, Any]:
         "source": against.source, "host_cpu": against.measured.cpu, "other_host": bool(against.other_host),
         "measured_mbit": dict(against.measured.mbit), "decoding": against.decoding,
         "added": dict(DELIVERIES), "checked": CHECKED, "loads": rows,
+        "checks": [asdict(one) for one in against.checks],
         "times_sooner_than_naive": [asdict(gain) for gain in gains(against.predictions)],
     }  # fmt: skip
+
+
+def read(results: Mapping[str, Any]) -> Against:
+    """What a results file of bench_model has of `as_json`."""
+    found = results["against_ttft"]
+    predictions = [
+        Prediction(
+            Way(row["way"], row["mode"], row["serde"]), row["prompt_tokens"], row["link"], row["predicted_bytes"],
+            row["redis_bytes"], row["measured_s"], row["predicted_s"],
+        )
+        for row in found["loads"]
+    ]  # fmt: skip
+    measured = Measured(found["host_cpu"], 0, found["measured_mbit"], {})
+    held = [Check(**one) for one in found["checks"]]
+    return Against(found["source"], measured, predictions, held, found["decoding"], results["host"]["cpu"])
 
 
 def markdown(against: Against) -> list[str]:
@@ -173,6 +192,5 @@ def markdown(against: Against) -> list[str]:
         f"given to CPU RAM. Ranges of predicted over measured; beyond: more than {TOLERANCE:.0%} off.", "",
         *markdown_table(*_deliveries(against)), "",
         *_missed(against),
-        "Checks:", "",
-        *(f"* {'met' if one.passed else 'MISSED'}: {one.name}: {one.seen}" for one in against.checks), "",
+        *check_lines(asdict(one) for one in against.checks), "",
     ]  # fmt: skip

@@ -20,6 +20,7 @@ from benchmarks.press_caches import (
     text_tokens,
     turboquant,
 )  # fmt: skip
+from tq_offload.check.scoring import Window
 from tq_offload.kv_cache import resident_bytes
 from tq_offload.spec import PRESETS
 
@@ -59,37 +60,29 @@ def rows() -> Iterator[tuple[str, CacheMaker]]:
         yield f"turboquant, chunk_tokens={chunk}, no exact tokens", turboquant(chunk_tokens=chunk, **NO_EXACT)
 
 
-class _Window:
-    """The unquantised run over a prefix and the tokens after it."""
+def _prefix(window: Window) -> Any:
+    """An unquantised cache with the prefix of a window."""
+    cache = fp_cache(window.model.config)
+    for i, k, v in zip(window.layers, window.keys, window.values, strict=True):
+        cache.update(k, v, i)
+    return cache
 
-    def __init__(self, model: Any, ids: torch.Tensor) -> None:
-        self.model, self.ids = model, ids
-        cache = fp_cache(model.config)
-        model(ids[:, :PREFIX], past_key_values=cache, logits_to_keep=1)
-        self.prefix = fill(fp_cache(model.config), cache)
-        self.targets = ids[0, PREFIX + 1 :]
-        self.expected = self._score(cache)
-        self.loss = self._loss(self.expected)
 
-    def _score(self, cache: Any) -> torch.Tensor:
-        """Log probabilities f32 [SCORED, V] of the tokens after the prefix, in one forward pass."""
-        logits = self.model(self.ids[:, PREFIX:-1], past_key_values=cache).logits[0]
-        return torch.log_softmax(logits.float(), dim=-1)
+def _attended(cache: Any, window: Window) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """K and V [1, H, P, D] of the prefix by layer as attention gets them: what the cache gives with a token more."""
+    keys, values = [], []
+    for i, k0 in zip(window.layers, window.keys, strict=True):
+        token = torch.zeros_like(k0[:, :, :1])
+        k, v = cache.update(token, token.clone(), i)
+        keys.append(k[:, :, :-1].clone())
+        values.append(v[:, :, :-1].clone())
+    return keys, values
 
-    def _loss(self, scores: torch.Tensor) -> torch.Tensor:
-        return -scores.gather(1, self.targets[:, None])[:, 0]
 
-    def compare(self, make: CacheMaker) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Difference of the loss, KL and agreement of every scored token, each f32 [SCORED]."""
-        scores = self._score(fill(make(self.model.config), self.prefix))
-        kl = (self.expected.exp() * (self.expected - scores)).sum(dim=-1)
-        same = (scores.argmax(-1) == self.expected.argmax(-1)).float()
-        return self._loss(scores) - self.loss, kl, same
-
-    def ratio(self, make: CacheMaker) -> float:
-        """How many times fewer bytes the prefix takes than as bf16."""
-        fp = resident_bytes(fill(fp_cache(self.model.config), self.prefix, dtype=torch.bfloat16))
-        return fp / resident_bytes(fill(make(self.model.config), self.prefix, dtype=torch.bfloat16))
+def _ratio(make: CacheMaker, reference: Any, config: Any) -> float:
+    """How many times fewer bytes the prefix takes than as bf16."""
+    taken = [resident_bytes(fill(one(config), reference, dtype=torch.bfloat16)) for one in (fp_cache, make)]
+    return taken[0] / taken[1]
 
 
 @torch.no_grad()
@@ -97,13 +90,19 @@ def quality(only: str = "") -> Iterator[Quality]:
     """Measure every row whose name contains `only`; weights and K, V in float32, so that nothing else rounds."""
     model, tokenizer = load_smollm2(torch.float32)
     ids = text_tokens(tokenizer)
-    windows = [_Window(model, ids[:, start : start + PREFIX + SCORED + 1]) for start in STARTS]
+    windows = [Window(model, ids[:, start : start + PREFIX + SCORED + 1], PREFIX) for start in STARTS]
+    prefixes = [_prefix(window) for window in windows]
     for name, make in rows():
         if only not in name:
             continue
-        parts = [torch.stack(window.compare(make)) for window in windows]
-        loss, kl, same = torch.cat(parts, dim=1)
-        yield Quality(
-            name, math.exp(loss.mean()) - 1, kl.mean().item(), kl.std().item() / math.sqrt(kl.numel()),
-            same.mean().item(), windows[0].ratio(make),
-        )  # fmt: skip
+        found = [
+            window.compare(*_attended(fill(make(model.config), prefix), window))
+            for window, prefix in zip(windows, prefixes, strict=True)
+        ]
+        kl = torch.cat([one.kl for one in found])
+        loss, same = (
+            torch.cat([getattr(one, what) for one in found]).mean().item() for what in ("loss_change", "top1")
+        )
+        error = kl.std().item() / math.sqrt(kl.numel())
+        ratio = _ratio(make, prefixes[0], model.config)
+        yield Quality(name, math.expm1(loss), kl.mean().item(), error, same, ratio)

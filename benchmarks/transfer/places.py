@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.deployment import RedisServer
-from benchmarks.transfer.link import ShapedLink
+from benchmarks.shaped_link import ShapedLink
 from tq_offload_connectors.byte_store import ByteStore
 from tq_offload_connectors.disk import DiskStore
 from tq_offload_connectors.memory import MemoryStore

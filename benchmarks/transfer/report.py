@@ -1,23 +1,23 @@
-"""What bench_transfer says at its end: table, checks, files, section of docs/benchmarks.md."""
+"""What bench_transfer says: table, checks, results file; from that file plot and section of docs/benchmarks.md."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from rich.table import Table
 
-from benchmarks.doc_sections import markdown_table, write_section
-from benchmarks.report import Check
-from benchmarks.samples import axes, host_line, rich_table, save_svg, write_results
+from benchmarks.doc_sections import markdown_table, paragraph
+from benchmarks.samples import Check, Quantiles, axes, check_lines, host_line, rich_table, write_results
 from benchmarks.transfer.chunks import Shape
 from benchmarks.transfer.measure import Row
 
-__all__ = ["Run", "Say", "checks", "table", "write"]
+__all__ = ["Run", "Say", "checks", "plots", "readme", "section", "table", "write"]
 
 Say = Callable[[str], None]
 MIN_FEWER, MIN_GETS, MIN_PUTS = 3.7, 1.0, 0.7
+_QUANTILES = ("put", "get", "put_ratio", "get_ratio")
 OURS, WORKERS = "TQ-Offload", 2  # as many as FrameStore has
 HEADS = (
     "place", "way", "workers", "put GB/s", "get GB/s", "put / naive", "get / naive", "stored, fewer", "wire, puts",
@@ -88,17 +88,27 @@ def table(rows: Sequence[Row], run: Run) -> Table:
 
 
 def write(rows: Sequence[Row], held: Sequence[Check], run: Run) -> None:
-    """Write results, plot and section."""
+    """Write benchmarks/results/transfer.json and .csv."""
     flat: list[dict[str, Any]] = []
     for row in rows:
-        quantiles = {name: getattr(row, name) for name in ("put", "get", "put_ratio", "get_ratio")}
+        quantiles = {name: getattr(row, name) for name in _QUANTILES}
         flat.append({**asdict(row), **{name: asdict(q) for name, q in quantiles.items()}, "model": run.shape.model})
     write_results("transfer", {"run": asdict(run), "checks": [asdict(one) for one in held]}, flat)
-    _plot(rows)
-    write_section("transfer", _markdown(rows, held, run))
 
 
-def _plot(rows: Sequence[Row]) -> None:
+def _read(results: Mapping[str, Any]) -> tuple[list[Row], Run]:
+    """The rows and the run of a results file."""
+    rows = []
+    for row in results["rows"]:
+        values = {field.name: row[field.name] for field in fields(Row)}
+        rows.append(Row(**{**values, **{name: Quantiles(**values[name]) for name in _QUANTILES}}))
+    run = results["run"]
+    return rows, Run(**{**run, "shape": Shape(**run["shape"]), "load": tuple(run["load"])})
+
+
+def plots(files: Mapping[str, Any]) -> dict[str, Any]:
+    """Rates by place and way."""
+    rows, _ = _read(files["transfer"])
     figure, (left, right) = axes(10, 4.5, columns=2)
     places = list(dict.fromkeys(row.place for row in rows))
     bars = [("naive", 1), ("naive", 2), ("LMCache naive", 1), ("LMCache fp8", 1), (OURS, 1), (OURS, 2)]
@@ -119,10 +129,13 @@ def _plot(rows: Sequence[Row]) -> None:
     figure.legend(
         *right.get_legend_handles_labels(), loc="outside lower center", ncols=len(bars), frameon=False, fontsize=8
     )
-    save_svg(figure, "transfer-rates")
+    return {"transfer-rates": figure}
 
 
-def _markdown(rows: Sequence[Row], held: Sequence[Check], run: Run) -> str:
+def section(files: Mapping[str, Any]) -> str:
+    """The section of docs/benchmarks.md."""
+    results = files["transfer"]
+    rows, run = _read(results)
     lines = [
         "## Puts and gets: `make bench-transfer`", "",
         f"{_title(run)},",
@@ -141,12 +154,34 @@ def _markdown(rows: Sequence[Row], held: Sequence[Check], run: Run) -> str:
         "![Rates by place and way](transfer-rates.svg)", "",
         "Where nothing but a copy in memory stands between the chunk and the store (memory, page cache), naive is as",
         "fast as that copy, and packing costs time for its bytes: gets are", f"{_copied(rows)}.", "",
-        "Checks:", "", *(f"* {'met' if c.passed else 'MISSED'}: {c.name}: {c.seen}" for c in held), "",
+        *check_lines(results["checks"]), "",
         f"{run.seconds:.0f} s; load average {run.load[0]:.1f} before, {run.load[1]:.1f} after: what other processes",
         f"take of the cores slows encoding and decoding, and not the device. redis-server {run.redis}.",
-        host_line(),
+        host_line(results),
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def readme(files: Mapping[str, Any]) -> dict[str, str]:
+    """The table of README.md: our rates with two workers where there are two, and naive's with as many."""
+    rows, run = _read(files["transfer"])
+    cells = []
+    for place in dict.fromkeys(row.place for row in rows):
+        workers = max(row.workers for row in rows if (row.place, row.way) == (place, OURS))
+        naive, ours = (
+            next(r for r in rows if (r.place, r.way, r.workers) == (place, w, workers)) for w in ("naive", OURS)
+        )
+        rates = [f"{row.put.p50:.2f} / {row.get.p50:.2f}" for row in (naive, ours)]
+        times = f"{ours.put_ratio.p50:.2f}× / {ours.get_ratio.p50:.2f}×"
+        cells.append([place, str(workers), *rates, times, _fewer(naive.held, ours.held)])
+    text = [
+        paragraph(
+            f"Through the stores, puts / gets in GB/s of uncompressed bf16 ({run.shape.model}, chunks of",
+            f"{run.shape.tokens} tokens; `make bench-transfer`):",
+        ), "",
+        *markdown_table(("place", "workers", "naive", OURS, "times naive", "fewer bytes stored"), cells),
+    ]  # fmt: skip
+    return {"transfer": "\n".join(text)}
 
 
 def _copied(rows: Sequence[Row]) -> str:

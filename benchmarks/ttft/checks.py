@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.report import Check
+from benchmarks.samples import Check
 from benchmarks.ttft.link import Rate
 from benchmarks.ttft.measure import Run, rate_name
 from benchmarks.ttft.ways import WAYS

@@ -1,7 +1,7 @@
 """redis-server at the other end of a link whose rate can be changed while it is in use.
 
 Where network namespaces and tc are allowed, Redis runs in a namespace of its own and a token bucket of the kernel
-shapes both ends of the pair of interfaces. Elsewhere a forwarder of ours in this process does it (`proxy`).
+shapes both ends of the pair of interfaces. Elsewhere a forwarder of ours in this process does it (`shaped_link`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Protocol
 import redis
 
 from benchmarks.process import DeploymentError, ServerProcess, free_ports
-from benchmarks.ttft.proxy import Proxy
+from benchmarks.shaped_link import BURST_S, Forwarder
 
 __all__ = ["LINKS", "Link", "LinkedRedis", "Rate", "open_redis"]
 
@@ -30,7 +30,7 @@ Rate = float | None
 
 _PORT, _PREFIX_BITS = 6379, 30
 _NETWORK, _SUBNETS = ipaddress.ip_address("198.18.0.0"), 1 << 15  # what RFC 2544 keeps for benchmarks
-_BURST_BYTES, _BURST_S, _QUEUE = 64 << 10, 0.004, 4 << 20  # a late timer catches up by one burst
+_BURST_BYTES, _QUEUE = 64 << 10, 4 << 20  # the least burst of tc; a late timer catches up by one
 _LOOPBACK_MTU, _ETHERNET_MTU = 65535, 1500
 _PROBE_BYTES, _PROBE_KEY = 16 << 20, "tq-ttft-probe"
 
@@ -110,7 +110,7 @@ class _Namespace:
             if mbit is None:
                 _run(*prefix, "tc", "qdisc", "del", "dev", device, "root", check=False)
             else:
-                burst = max(_BURST_BYTES, int(mbit * 1e6 / 8 * _BURST_S))
+                burst = max(_BURST_BYTES, int(mbit * 1e6 / 8 * BURST_S))
                 bucket = ["rate", f"{mbit:g}mbit", "burst", str(burst), "limit", str(_QUEUE)]
                 _run(*prefix, "tc", "qdisc", "replace", "dev", device, "root", "tbf", *bucket)
 
@@ -205,7 +205,7 @@ def open_redis(folder: Path, kind: str = "auto") -> Iterator[LinkedRedis]:
         if link is None:
             (port,) = free_ports(1)
             server = running.enter_context(_Redis(folder, [], "127.0.0.1", port))
-            link = running.enter_context(Proxy(server.port, why))
+            link = running.enter_context(Forwarder(server.port, why))
         yield LinkedRedis(link)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import Any
 
-from benchmarks.samples import axes, save_svg
+from benchmarks.samples import axes
 from benchmarks.ttft.measure import Run
 
 __all__ = ["draw"]
@@ -15,19 +16,14 @@ _LINES = {"in-process": "-", "multi-process": "--"}
 _REDIS, _OWN = "redis ", "vLLM prefix cache"
 
 
-def draw(runs: Mapping[str, Sequence[Run]]) -> list[str]:
-    """Write docs/ttft-redis.svg and docs/ttft-places.svg; return their names. Nothing without runs."""
-    if not any(runs.values()):
-        return []
-    _redis(runs)
-    _places(runs)
-    return ["ttft-redis", "ttft-places"]
+def draw(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
+    """The figures by name; those that the runs have data for."""
+    places = [place for found in runs.values() for run in found for place in run.hits if place.startswith(_REDIS)]
+    out = {"ttft-redis": _redis(runs, list(dict.fromkeys(places)))} if places else {}
+    return {**out, "ttft-places": _places(runs)} if any(runs.values()) else out
 
 
-def _redis(runs: Mapping[str, Sequence[Run]]) -> None:
-    places = [place for place in next(iter(runs.values()))[0].hits if place.startswith(_REDIS)]
-    if not places:
-        return
+def _redis(runs: Mapping[str, Sequence[Run]], places: Sequence[str]) -> Any:
     figure, panels = axes(3.2 * len(places) + 0.5, 3.4, len(places))
     for panel, place in zip(panels, places, strict=True):
         for found in runs.values():
@@ -44,10 +40,10 @@ def _redis(runs: Mapping[str, Sequence[Run]]) -> None:
     _same_range(panels)
     panels[0].set_ylabel("time to first token, s")
     panels[-1].legend(fontsize=7, frameon=False)
-    save_svg(figure, "ttft-redis")
+    return figure
 
 
-def _places(runs: Mapping[str, Sequence[Run]]) -> None:
+def _places(runs: Mapping[str, Sequence[Run]]) -> Any:
     longest = [max(found, key=lambda run: run.tokens) for found in runs.values()]
     near = ["disk", "ram"]
     places = [*(place for place in longest[0].hits if place not in near), *near]
@@ -66,7 +62,7 @@ def _places(runs: Mapping[str, Sequence[Run]]) -> None:
     panel.set(xscale="log", xlabel="time to first token, s", title=f"{longest[0].tokens:,} tokens")
     panel.grid(axis="x", alpha=0.25)
     panel.legend(fontsize=7, frameon=False, loc="lower right")
-    save_svg(figure, "ttft-places")
+    return figure
 
 
 def _title(place: str) -> str:

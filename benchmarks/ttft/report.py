@@ -1,22 +1,23 @@
-"""What bench_ttft says at its end: tables, files, section of docs/benchmarks.md."""
+"""What bench_ttft says: tables, results file; from that file plots, section of docs/benchmarks.md, README's table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
+from typing import Any
 
 from rich.table import Table
 
-from benchmarks.doc_sections import markdown_table, write_section
-from benchmarks.report import Check
-from benchmarks.samples import host_line, rich_table, write_results
+from benchmarks.doc_sections import markdown_table, paragraph
+from benchmarks.samples import Check, cores, host_line, rich_table, write_results
 from benchmarks.ttft.checks import by_way, ratio
 from benchmarks.ttft.link import Rate
-from benchmarks.ttft.measure import Run, rate_name
+from benchmarks.ttft.measure import Hits, Run, rate_name
 from benchmarks.ttft.plots import draw
+from benchmarks.ttft.ways import Way
 
-__all__ = ["Result", "tables", "write"]
+__all__ = ["Result", "plots", "readme", "section", "tables", "write"]
 
 _PAIRS = (("naive", "turboquant"), ("mp-naive", "mp-turboquant"), ("mp-fp8", "mp-turboquant"), ("mp-fp8", "turboquant"))
 _COMMAND = "make bench-ttft"
@@ -55,7 +56,7 @@ def tables(result: Result) -> list[Table]:
 
 
 def write(result: Result) -> None:
-    """Write benchmarks/results/ttft.{json,csv}, docs/ttft-*.svg and the section of docs/benchmarks.md."""
+    """Write benchmarks/results/ttft.json and .csv."""
     rows = [row for found in result.runs.values() for run in found for row in _flat(run)]
     content = {
         "link": {"how": result.how, "measured_mbit": {rate_name(rate): seen for rate, seen in result.link.items()}},
@@ -65,7 +66,73 @@ def write(result: Result) -> None:
         "runs": {name: [asdict(run) for run in found] for name, found in result.runs.items()},
     }
     write_results("ttft", content, rows)
-    write_section("ttft", "\n".join([_PREFACE, *_section(result, draw(result.runs))]))
+
+
+def _read(results: Mapping[str, Any]) -> Result:
+    """A results file."""
+    runs = {name: [_run(one) for one in found] for name, found in results["runs"].items()}
+    measured = {_rate(name): seen for name, seen in results["link"]["measured_mbit"].items()}
+    held = [Check(**one) for one in results["checks"]]
+    return Result(runs, results["failed"], measured, results["link"]["how"], held, results["seconds"])
+
+
+def _run(found: Mapping[str, Any]) -> Run:
+    hits = {place: Hits(**one) for place, one in found["hits"].items()}
+    return Run(Way(**found["way"]), found["tokens"], found["cold_s"], Hits(**found["fixed"]), hits)
+
+
+def _rate(name: str) -> Rate:
+    """The inverse of `rate_name`."""
+    if name == rate_name(None):
+        return None
+    number, unit = name.split()
+    return float(number) * (1000 if unit.startswith("Gbit") else 1)
+
+
+def plots(files: Mapping[str, Any]) -> dict[str, Any]:
+    """Hits from Redis over each link, and every place for the longest prompt."""
+    return draw(_read(files["ttft"]).runs)
+
+
+def section(files: Mapping[str, Any]) -> str:
+    """The section of docs/benchmarks.md."""
+    return "\n".join([_PREFACE, *_section(_read(files["ttft"]), files["ttft"])])
+
+
+def readme(files: Mapping[str, Any]) -> dict[str, str]:
+    """The table of README.md: the prompt in the middle, every way, medians."""
+    result = _read(files["ttft"])
+    lengths = sorted({run.tokens for found in result.runs.values() for run in found})
+    tokens = lengths[len(lengths) // 2]
+    runs = [run for found in result.runs.values() for run in found if run.tokens == tokens]
+    naive = {run.way.mode: _sent(run) for run in runs if run.way.serde == "naive"}
+    rows = [
+        [
+            run.way.label, f"{_sent(run) / 1e6:.1f} MB", f"{naive[run.way.mode] / _sent(run):.2f}×",
+            f"{run.cold_s:.2f} s", *(f"{run.hits[place].median_s:.2f} s" for place in result.places),
+        ]
+        for run in runs
+    ]  # fmt: skip
+    heads = ("", "bytes from Redis", "fewer", "cold", *_place_names(result))
+    text = [
+        paragraph(
+            f"Time to first token of a prompt of {tokens:,} tokens, median, on vLLM and LMCache for real",
+            "(`make bench-ttft`;",
+            f"SmolLM2-135M in bf16, head_dim 64; {files['ttft']['host']['cpu']}, {cores(files['ttft'])}).",
+        ), "",
+        *markdown_table(heads, rows),
+    ]  # fmt: skip
+    return {"ttft": "\n".join(text)}
+
+
+def _sent(run: Run) -> int:
+    """Bytes that a hit gets from Redis."""
+    return max((hits.sent for hits in run.hits.values()), default=0)
+
+
+def _place_names(result: Result) -> list[str]:
+    names = {"ram": "CPU RAM", "disk": "disk"}
+    return [names.get(place, place.replace("redis", "Redis")) for place in result.places]
 
 
 def _flat(run: Run) -> Iterable[dict[str, object]]:
@@ -95,14 +162,11 @@ def _link(result: Result) -> Cells:
 
 def _times(result: Result) -> Cells:
     """A row for each prompt and way; the last column has what the way reads from Redis."""
-    names = {"ram": "CPU RAM", "disk": "disk"}
-    places = [names.get(place, place.replace("redis", "Redis")) for place in result.places]
     rows = []
     for tokens in sorted({run.tokens for found in result.runs.values() for run in found}):
         for found in result.runs.values():
             for run in (run for run in found if run.tokens == tokens):
                 cells = [_cell(run.hits[place].ttft_s) for place in result.places]
-                sent = max((hits.sent for hits in run.hits.values()), default=0)
                 rows.append(
                     [
                         f"{tokens:,}",
@@ -110,10 +174,10 @@ def _times(result: Result) -> Cells:
                         f"{run.cold_s:.2f}",
                         _cell(run.fixed.ttft_s),
                         *cells,
-                        f"{sent / 1e6:.1f}",
+                        f"{_sent(run) / 1e6:.1f}",
                     ]
                 )
-    return ["prompt tokens", "way", "cold", "vLLM prefix cache", *places, "MB from Redis"], rows
+    return ["prompt tokens", "way", "cold", "vLLM prefix cache", *_place_names(result), "MB from Redis"], rows
 
 
 def _ratios(result: Result) -> Cells:
@@ -141,13 +205,13 @@ token. It is measured twice after each hit from CPU RAM; *loading alone* is a ti
 holds frames with TQ-Offload in-process, and KV cache as it is in the others (LMCache's L1 in multi-process mode)."""
 
 
-def _section(result: Result, pictures: Sequence[str]) -> list[str]:
-    out = ["", f"{host_line()} Link: {result.how}. The run took {result.seconds / 60:.1f} minutes.", ""]
+def _section(result: Result, results: Mapping[str, Any]) -> list[str]:
+    out = ["", f"{host_line(results)} Link: {result.how}. The run took {result.seconds / 60:.1f} minutes.", ""]
     out += markdown_table(*_link(result))
     out += ["", "Seconds to the first token, median (min–max):", "", *markdown_table(*_times(result))]
     out += ["", "From Redis, how many times sooner than the other way; loading alone in brackets:", ""]
     out += [*markdown_table(*_ratios(result)), ""]
-    out += [f"![{name}]({name}.svg)" for name in pictures]
+    out += ["![ttft-redis](ttft-redis.svg)", "![ttft-places](ttft-places.svg)"]
     out += ["", "| check | seen | |", "|---|---|---|"]
     out += [f"| {one.name} | {one.seen} | {'met' if one.passed else '**missed**'} |" for one in result.checks]
     out += [f"\n{name} could not be run: {why}" for name, why in result.failed.items()]

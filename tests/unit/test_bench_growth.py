@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.growth import report
 from benchmarks.growth.cases import FITTED, SWEEPS, Case, cases, thread_counts
 from benchmarks.growth.fit import fit
 from benchmarks.growth.memory import Extra
 from benchmarks.growth.report import MOST_EXTRA, Result, checks
+from benchmarks.growth.result import read
 from benchmarks.growth.times import Times
 from benchmarks.growth.work import Work
 from benchmarks.peak_memory import extra_bytes
-from benchmarks.samples import Quantiles
+from benchmarks.samples import Quantiles, read_results, write_results
 from benchmarks.transfer.chunks import Shape
 
 SIZES = [1 << bits for bits in range(20, 28)]
@@ -137,6 +141,20 @@ def test_one_size_above_the_bound_of_memory_is_missed_and_named() -> None:
 
 def test_memory_that_cannot_be_measured_is_not_checked() -> None:
     assert not any("MiB" in one.name for one in checks(_result((1.0, 1.0), ())))
+
+
+@pytest.mark.parametrize("extra", [(0, 4096), ()])
+def test_the_section_and_the_plots_are_made_from_the_results_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: Sequence[int]
+) -> None:
+    result = _result((1.0, 1.0), extra)
+    monkeypatch.setattr(report, "write_results", partial(write_results, folder=tmp_path))
+    report.write(result, checks(result))
+    files = {"growth": read_results("growth", tmp_path)}
+    assert read(files["growth"]) == result
+    text = report.section(files)
+    assert "* met: encode, tokens from " in text
+    assert ("growth-memory.svg" in text) == ("growth-memory" in report.plots(files)) == bool(extra)
 
 
 def test_the_peak_of_a_call_is_what_it_takes_for_a_while() -> None:

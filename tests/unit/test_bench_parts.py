@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import shaped_link
 from benchmarks.doc_sections import markdown_table, write_section
 from benchmarks.samples import Quantiles, write_results
-from benchmarks.transfer.link import Rate
+from benchmarks.shaped_link import BURST_S, Bucket, Forwarder
 
 
 def test_only_the_text_between_the_markers_is_replaced(tmp_path: Path) -> None:
@@ -59,7 +62,50 @@ def test_results_carry_host_and_versions(tmp_path: Path) -> None:
 
 
 def test_a_rate_is_kept_over_many_small_pieces() -> None:
-    rate, start = Rate(1e6), time.monotonic()
+    bucket, start = Bucket(1e6), time.monotonic()
     for _ in range(20):
-        rate.wait(5000)
-    assert time.monotonic() - start >= 0.1 - 0.005
+        bucket.spend(5000)
+    assert time.monotonic() - start >= 0.1 - BURST_S
+
+
+@pytest.mark.parametrize("late", [0.0, 0.03])
+def test_late_wake_ups_are_made_good_and_pauses_of_the_sender_are_not(
+    monkeypatch: pytest.MonkeyPatch, late: float
+) -> None:
+    now = [100.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds + late
+
+    monkeypatch.setattr(shaped_link, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    bucket = Bucket(1e6)
+    for _ in range(100):
+        bucket.spend(4000)
+    assert 0.4 - BURST_S <= now[0] - 100.0 + 1e-9 <= 0.4 + late
+    now[0] += 5  # nothing to send
+    idle = now[0]
+    for _ in range(100):
+        bucket.spend(4000)
+    assert 0.4 - BURST_S - late <= now[0] - idle + 1e-9 <= 0.4 + late
+
+
+def test_a_bucket_without_a_rate_does_not_wait_and_one_with_a_rate_asks_for_no_more_than_a_burst() -> None:
+    bucket, start = Bucket(), time.monotonic()
+    bucket.spend(1 << 40)
+    assert time.monotonic() - start < 1
+    bucket.rate = 1e6
+    assert bucket.most() == 1e6 * BURST_S
+
+
+def test_a_forwarder_keeps_to_its_rate_both_ways_and_ends_with_its_connections() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, Forwarder(listener.getsockname()[1]) as link:
+        link.shape(8)  # 1 MB a second
+        with socket.create_connection((link.host, link.port), timeout=10) as near, listener.accept()[0] as far:
+            for source, target in ((near, far), (far, near)):
+                start = time.monotonic()
+                source.sendall(bytes(100_000))
+                with target.makefile("rb") as stream:
+                    assert len(stream.read(100_000)) == 100_000
+                assert time.monotonic() - start >= 0.1 - BURST_S
+            link.__exit__()
+            assert near.recv(1) == b""

@@ -74,8 +74,8 @@ def test_rates_of_bench_codec_are_read(tmp_path: Path) -> None:
     }
     results = [{"method": method, "median": median} for method, median in medians.items()]
     path = tmp_path / "codec.json"
-    path.write_text(json.dumps({"settings": {"head_dim": 64, "threads": 2}, "results": results}))
+    path.write_text(json.dumps({"settings": {"head_dim": 64, "threads": 2}, "rows": results}))
     assert dict(read_rates(path)[64].by_threads) == {1: 2e9, 2: 3e9}
-    path.write_text(json.dumps({"settings": {"head_dim": 64}, "results": results[2:]}))
+    path.write_text(json.dumps({"settings": {"head_dim": 64}, "rows": results[2:]}))
     with pytest.raises(SystemExit, match="one thread"):
         read_rates(path)

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.planner import SMOLLM2, CodecRate
 from benchmarks.planner_ttft import CHECKED, DELIVERIES, Measured, Prediction, checks, gains, off, predict, read_runs
-from benchmarks.planner_ttft_report import Against, as_json, markdown, tables
+from benchmarks.planner_ttft_report import Against, as_json, markdown, read, tables
 from benchmarks.samples import RESULTS
 from benchmarks.ttft.measure import Hits, Run
 from benchmarks.ttft.ways import WAYS
@@ -214,6 +214,16 @@ def test_the_report_has_every_load_says_what_misses_and_names_another_host() -> 
     assert "* Beyond, + naive's hit from CPU RAM: TQ-Offload, in-process" in text
     assert found["other_host"]
     assert "another host (a CPU)" in text
+
+
+def test_the_part_of_the_section_is_made_from_the_results_file() -> None:
+    against = _against(_measured())
+    results = {"host": {"cpu": "another CPU"}, "against_ttft": json.loads(json.dumps(as_json(against)))}
+    again = read(results)
+    assert (
+        again.other_host == "The runs are of another host (a CPU) than decoding (another CPU): no one machine has both."
+    )
+    assert markdown(again) == markdown(replace(against, cpu="another CPU"))
 
 
 def test_on_the_same_host_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
