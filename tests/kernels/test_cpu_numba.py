@@ -20,7 +20,7 @@ from support import one_torch_thread
 from tq_offload import codebook
 from tq_offload.bitpack import unpack
 from tq_offload.errors import LayoutError, NonFiniteError
-from tq_offload.kernels import Sections, Stream, VectorParams, cpu_numba
+from tq_offload.kernels import Sections, Stream, VectorParams, cpu_numba, numba_tables
 from tq_offload.kernels.cpu_numba import NumbaBackend
 from tq_offload.kernels.reference import ReferenceBackend
 
@@ -314,7 +314,7 @@ def test_ties_go_to_the_lower_code(bits: int) -> None:
     t = np.resize(t, -(-len(t) // 32) * 32)
     wanted = np.searchsorted(thresholds, t, side="left").astype(np.uint8)
 
-    tables, _held = cpu_numba._tables(replace(DEFAULTS, bits=bits), 16)
+    tables, _held = numba_tables.loop_tables(replace(DEFAULTS, bits=bits), 16)
     codes, levels = np.zeros(len(t), np.uint8), np.zeros(len(t), np.float32)
     quantise(address(t), tables, bits, len(t), address(codes), address(levels))
     np.testing.assert_array_equal(codes, wanted)
@@ -323,7 +323,7 @@ def test_ties_go_to_the_lower_code(bits: int) -> None:
     packed, sums = np.zeros(bits * len(t) // 8, np.uint8), np.zeros(3, np.float32)
     for config in (KernelConfig(16, bits), KernelConfig(16, bits, permute=False), KernelConfig(32, bits, lanes=16)):
         packed[:] = 0
-        simd_tables, _kept = cpu_numba._simd_tables(replace(DEFAULTS, bits=bits), config, encoding=True)
+        simd_tables, _kept = numba_tables.register_tables(replace(DEFAULTS, bits=bits), config, encoding=True)
         vectors, width = len(t) // config.dim, config.dim * bits // 8
         quantise_all(config, address(t), vectors, config.dim, simd_tables, address(packed), width, address(sums))
         np.testing.assert_array_equal(unpack(packed, len(t), bits), wanted)

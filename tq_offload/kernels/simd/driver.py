@@ -17,7 +17,10 @@ from tq_offload.kernels.simd.memory import get, get_i64, get_u16, paired_index, 
 from tq_offload.kernels.stream_loops import in_range, mean_bits
 from tq_offload.kernels.vector_loops import ONE, ZERO, copy, from_bf16, load_vector, store_vector, to_bf16
 
-__all__ = ["JOB_FIELDS", "Place", "SimdTables", "simd_decode_jobs", "simd_decode_stream", "simd_encode_stream"]
+__all__ = [
+    "JOB_FIELDS", "TOP", "Place", "SimdTables", "elements", "job_of", "scale_bits", "simd_decode_jobs",
+    "simd_decode_stream", "simd_encode_stream",
+]  # fmt: skip
 
 JOB_FIELDS = 12
 BATCH = 8  # vectors that go through a pass before the next pass starts
@@ -125,6 +128,23 @@ class Place(NamedTuple):
     token_stride: int
 
 
+@jit
+def job_of(jobs: Any, i: Any, place: Any, coding: Any) -> Any:
+    """Grid and coding of job i of `simd_decode_jobs`, and how many vectors the jobs before have."""
+    job = jobs + 8 * JOB_FIELDS * i
+    tokens = get_i64(job, 3)
+    grid = Grid(
+        place.address + get_i64(job, 0) * place.row_stride + get_i64(job, 1) * place.token_stride,
+        get_i64(job, 2), tokens, get_i64(job, 4), place.dim, tokens * place.token_stride, place.token_stride,
+        place.vector_stride,
+    )  # fmt: skip
+    part = Coding(
+        coding.bits, coding.rule, get_i64(job, 5), get_i64(job, 6), get_i64(job, 7), 0, coding.alpha, coding.beta,
+        coding.outliers, get_i64(job, 8), get_i64(job, 9), get_i64(job, 10),
+    )  # fmt: skip
+    return grid, part, get_i64(job, 11)
+
+
 @kernel
 def simd_decode_jobs(
     config: Any, jobs: int, count: int, place: Place, fmt: Format | None, coding: Any, tables: SimdTables, left: int
@@ -147,18 +167,8 @@ def simd_decode_jobs(
     """
     total = 0
     for i in range(count):
-        job = jobs + 8 * JOB_FIELDS * i
-        tokens = get_i64(job, 3)
-        grid = Grid(
-            place.address + get_i64(job, 0) * place.row_stride + get_i64(job, 1) * place.token_stride,
-            get_i64(job, 2), tokens, get_i64(job, 4), place.dim, tokens * place.token_stride, place.token_stride,
-            place.vector_stride,
-        )  # fmt: skip
-        part = Coding(
-            coding.bits, coding.rule, get_i64(job, 5), get_i64(job, 6), get_i64(job, 7), 0, coding.alpha, coding.beta,
-            coding.outliers, get_i64(job, 8), get_i64(job, 9), get_i64(job, 10),
-        )  # fmt: skip
-        total += decode_planes(config, grid, fmt, part, tables, left + get_i64(job, 11))
+        grid, part, before = job_of(jobs, i, place, coding)
+        total += decode_planes(config, grid, fmt, part, tables, left + before)
     return total
 
 

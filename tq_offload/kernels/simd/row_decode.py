@@ -1,0 +1,131 @@
+"""Decoding a stream of vectors as rows in memory: head dims that are no power of two (those are in `driver`).
+
+D is chosen at run time: a kernel is compiled once for all dims. A vector that the kernels do not cover is marked in a
+mask and left.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tq_offload.kernels.grid_loops import address, keep
+from tq_offload.kernels.outlier_loops import channel_of, coarse_value, wild_ranges
+from tq_offload.kernels.simd.butterflies import lanes_of
+from tq_offload.kernels.simd.code_steps import expand, expand_last
+from tq_offload.kernels.simd.config import Format
+from tq_offload.kernels.simd.driver import TOP, Place, job_of
+from tq_offload.kernels.simd.jit import jit, kernel
+from tq_offload.kernels.simd.memory import get_u16, put, put_u8
+from tq_offload.kernels.simd.row_steps import finish, itemsize_of
+from tq_offload.kernels.simd.rows import inverse_rotate, row_room
+from tq_offload.kernels.vector_loops import block_of, from_bf16, store_vector
+
+__all__ = ["CACHE_LINE", "RowTables", "aligned", "load_means", "put_coarse", "row_decode_jobs", "row_decode_stream"]
+
+CACHE_LINE = 64
+
+
+class RowTables(NamedTuple):
+    """Addresses of f32 [rows, row_room(D)] of factors in the order of their use, zeros after the last element of a row,
+    and of the tables of `SimdTables`.
+    """
+
+    factors: int
+    inside: int
+    base: int
+    levels: int
+
+
+@jit
+def aligned(space: Any) -> Any:
+    """Address of the first cache line in an array."""
+    return (address(space) + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
+
+
+@jit
+def load_means(means: Any, p: Any, vectors: Any, dim: Any, out: Any) -> None:
+    """bf16 means of plane p to rows of f32."""
+    for j in range(vectors):
+        for i in range(dim):
+            put(out + 4 * j * row_room(dim), i, from_bf16(get_u16(means, (p * vectors + j) * dim + i)))
+
+
+@jit
+def put_coarse(row: Any, coding: Any, column: Any, index: Any) -> None:
+    """The coarse values of a vector, to its outlier channels in a row that is subtracted or added."""
+    for i in range(coding.outliers):
+        put(row, channel_of(coding, column, i), coarse_value(coding, column, index, i))
+
+
+@jit
+def _expand_codes(config: Any, codes: Any, bits: Any, levels: Any, dim: Any, out: Any) -> None:
+    """Levels of the codes of a vector."""
+    last = dim - lanes_of(config)
+    for i in range(0, last, lanes_of(config)):
+        expand(config, codes + i * bits // 8, levels, out + 4 * i)
+    expand_last(config, codes + last * bits // 8, levels, out + 4 * last)
+
+
+@jit
+def _decode_planes(config: Any, grid: Any, fmt: Any, coding: Any, tables: Any, left: Any) -> Any:
+    """The loop of `row_decode_stream`."""
+    dim, block, lanes = grid.dim, block_of(grid.dim), lanes_of(config)
+    room, width, itemsize = row_room(dim), (dim * coding.bits) // 8, itemsize_of(config)
+    space = np.full((3 + 2 * grid.vectors) * room + CACHE_LINE, np.float32(-0.0), np.float32)
+    row = aligned(space)
+    turned, stage = row + 4 * room, row + 8 * room
+    mean = row + 12 * room
+    none = mean + 4 * grid.vectors * room  # rows of the vectors without a mean
+    last_factors = tables.factors + 12 * room
+    count = 0
+    for p in range(grid.planes):
+        if coding.means:
+            load_means(coding.means, p, grid.vectors, dim, mean)
+        top = TOP
+        if coding.outliers and wild_ranges(coding, p * grid.vectors, grid.vectors):
+            top = np.uint16(0)
+        if coding.outliers:
+            for i in range(grid.vectors * room):
+                put(none, i, np.float32(-0.0))
+        for t in range(grid.tokens):
+            for j in range(grid.vectors):
+                index = (p * grid.tokens + t) * grid.vectors + j
+                bits = get_u16(coding.scales, index)
+                magnitude = bits & np.uint16(0x7FFF)
+                if magnitude >= top:
+                    put_u8(left, index, np.uint8(1))
+                    count += 1
+                    continue
+                added = (none if bits == magnitude or not coding.means else mean) + 4 * j * room
+                put_coarse(added, coding, p * grid.vectors + j, index)
+                _expand_codes(config, coding.codes + index * width, coding.bits, tables.levels, dim, row)
+                inverse_rotate(config, row, tables.factors, dim, block, turned)
+                at = grid.address + p * grid.plane_stride + t * grid.token_stride + j * grid.vector_stride
+                out, gain = at if fmt is None else stage, from_bf16(magnitude)
+                for i in range(0, dim, lanes):
+                    finish(config, turned + 4 * i, last_factors + 4 * i, gain, added + 4 * i, out + itemsize * i)
+                if fmt is not None:
+                    store_vector(stage, fmt, dim, at)
+    keep(space)
+    return count
+
+
+@kernel
+def row_decode_stream(config: Any, grid: Any, fmt: Format | None, coding: Any, tables: RowTables, left: int) -> int:
+    """Decode a stream in place. Arguments and result as for `simd_decode_stream`."""
+    count: int = _decode_planes(config, grid, fmt, coding, tables, left)
+    return count
+
+
+@kernel
+def row_decode_jobs(
+    config: Any, jobs: int, count: int, place: Place, fmt: Format | None, coding: Any, tables: RowTables, left: int
+) -> int:
+    """Decode several runs of chunks in one call. Arguments and result as for `simd_decode_jobs`."""
+    total = 0
+    for i in range(count):
+        grid, part, before = job_of(jobs, i, place, coding)
+        total += _decode_planes(config, grid, fmt, part, tables, left + before)
+    return total

@@ -1,0 +1,210 @@
+"""Encoding a stream of vectors as rows in memory: head dims that are no power of two (those are in `driver`).
+
+As there, the passes are over batches of vectors: square roots and divisions then do not wait for one another. The
+numbered steps are those of docs/wire-format.md, section 5.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tq_offload.kernels.grid_loops import LSQ, address_of, keep
+from tq_offload.kernels.outlier_loops import no_means_of_outliers
+from tq_offload.kernels.simd.butterflies import lanes_of
+from tq_offload.kernels.simd.code_steps import quantise, quantise32
+from tq_offload.kernels.simd.config import Format
+from tq_offload.kernels.simd.driver import elements, scale_bits
+from tq_offload.kernels.simd.jit import jit, kernel
+from tq_offload.kernels.simd.memory import get, get_i64, put, put_i64, put_u8, put_u16
+from tq_offload.kernels.simd.row_decode import CACHE_LINE, RowTables, aligned, load_means, put_coarse
+from tq_offload.kernels.simd.row_steps import accumulate, itemsize_of, squares, take
+from tq_offload.kernels.simd.rows import rotate, row_room, sums_of
+from tq_offload.kernels.stream_loops import in_range, mean_bits
+from tq_offload.kernels.vector_loops import ONE, ZERO, block_of, copy
+
+__all__ = ["row_encode_stream"]
+
+BATCH = 8  # vectors that go through a pass before the next pass starts
+
+
+@jit
+def _plane_means(config: Any, grid: Any, fmt: Any, coding: Any, p: Any, sums: Any, stage: Any) -> None:
+    """Means of plane p: bf16 to their section, and f32 rows [J, row_room(D)] to `sums`."""
+    dim, room, itemsize = grid.dim, row_room(grid.dim), itemsize_of(config)
+    for i in range(grid.vectors * room):
+        put(sums, i, ZERO)
+    for t in range(grid.tokens):
+        for j in range(grid.vectors):
+            at = grid.address + p * grid.plane_stride + t * grid.token_stride + j * grid.vector_stride
+            source = elements(at, fmt, dim, stage)
+            for i in range(0, dim, lanes_of(config)):
+                accumulate(config, source + itemsize * i, sums + 4 * (j * room + i))
+    count = np.float32(1.0 / grid.tokens)
+    for j in range(grid.vectors):
+        for i in range(dim):
+            mean = mean_bits(get(sums, j * room + i) * count)
+            put_u16(coding.means, (p * grid.vectors + j) * dim + i, mean)
+        no_means_of_outliers(coding, dim, p * grid.vectors + j)
+    load_means(coding.means, p, grid.vectors, dim, sums)
+
+
+@jit
+def _squared_norms(config: Any, source: Any, mean: Any, dim: Any, block: Any, rows: Any, out: Any) -> None:
+    """hsum(v*v) and hsum((v - mean)**2) to f32 [2] at `out`; rows: two rows of work space."""
+    itemsize, other = itemsize_of(config), rows + 4 * row_room(dim)
+    for i in range(0, dim, lanes_of(config)):
+        squares(config, source + itemsize * i, mean + 4 * i, rows + 4 * i, other + 4 * i)
+    sums_of(config, rows, other, dim, block, out)
+
+
+@jit
+def _rotated(config: Any, source: Any, mean: Any, factors: Any, dim: Any, block: Any, row: Any, out: Any) -> Any:
+    """y = rotation(v - mean) to `out`; returns max |y|."""
+    itemsize = itemsize_of(config)
+    for i in range(0, dim, lanes_of(config)):
+        take(config, source + itemsize * i, mean + 4 * i, factors + 4 * i, row + 4 * i)
+    return rotate(config, row, factors + 4 * row_room(dim), dim, block, out)
+
+
+@jit
+def _quantised(
+    config: Any, y: Any, inverse: Any, tables: Any, coding: Any, dim: Any, block: Any, codes: Any, rows: Any, sums: Any
+) -> None:
+    """Step 5: codes of t = y * inverse; the sums of t*c and c*c, and but for `lsq` of t*t, to f32 [4] at `sums`.
+
+    y is lost; rows: two rows of work space.
+    """
+    inside, base, levels, whole = tables.inside, tables.base, tables.levels, dim & ~31
+    other = rows + 4 * row_room(dim)
+    for i in range(0, whole, 32):
+        at, k = codes + i * coding.bits // 8, 4 * i
+        quantise32(config, y + k, inverse, inside, base, levels, at, rows + k, other + k)
+    for i in range(whole, dim, lanes_of(config)):
+        at, k = codes + i * coding.bits // 8, 4 * i
+        quantise(config, y + k, inverse, inside, base, levels, at, rows + k, other + k)
+    sums_of(config, rows, other, dim, block, sums)
+    if coding.rule != LSQ:
+        sums_of(config, y, other, dim, block, sums + 8)
+
+
+class _Work(NamedTuple):
+    """Addresses of work space of `row_encode_stream`: rows of row_room(D), and what is known of each vector of a batch.
+
+    Rows: `y`, `stage` and `own` [BATCH] (of `own` two a vector: its coarse values with the mean and without), `row`,
+    `pair` [2], `none` zeros, `mean` [J]. Of each vector: `norms` f32 [2], `inverses` and `sigmas` f32, `sums` f32 [4],
+    `sources`, `rows` (what is subtracted with the mean) and `bare` (without) addresses.
+    """
+
+    y: int
+    stage: int
+    own: int
+    row: int
+    pair: int
+    none: int
+    mean: int
+    norms: int
+    inverses: int
+    sigmas: int
+    sums: int
+    sources: int
+    rows: int
+    bare: int
+
+
+WORK_ROWS, BATCH_WORDS = 4 * BATCH + 4, 14  # beside the means; and f32 for what is known of a vector
+
+
+@jit
+def _work_in(space: Any, room: Any) -> Any:
+    y, size = aligned(space), 4 * room
+    row = y + 4 * BATCH * size
+    known = row + 4 * size
+    each = 4 * BATCH
+    return _Work(
+        y, y + BATCH * size, y + 2 * BATCH * size, row, row + size, row + 3 * size, known + BATCH_WORDS * each,
+        known, known + 2 * each, known + 3 * each, known + 4 * each, known + 8 * each, known + 10 * each,
+        known + 12 * each,
+    )  # fmt: skip
+
+
+@jit
+def _begin(grid: Any, fmt: Any, coding: Any, work: Any, p: Any, start: Any, many: Any) -> None:
+    """Sources of a batch, and the rows to subtract."""
+    dim, size = grid.dim, 4 * row_room(grid.dim)
+    for b in range(many):
+        j = (start + b) % grid.vectors
+        put_i64(work.sources, b, elements(address_of(grid, p, start + b), fmt, dim, work.stage + b * size))
+        put_i64(work.rows, b, work.mean + j * size)
+        put_i64(work.bare, b, work.none)
+        if coding.outliers:
+            column, index = p * grid.vectors + j, p * grid.tokens * grid.vectors + start + b
+            bare, row = work.own + 2 * b * size, work.own + (2 * b + 1) * size
+            copy(bare, work.none, dim)
+            copy(row, work.mean + j * size, dim)
+            put_coarse(bare, coding, column, index)
+            put_coarse(row, coding, column, index)
+            put_i64(work.rows, b, row)
+            put_i64(work.bare, b, bare)
+
+
+@jit
+def _norms(config: Any, coding: Any, work: Any, dim: Any, block: Any, many: Any) -> None:
+    """Steps 1 and 2: squared norms of a batch."""
+    for b in range(many):
+        source, norms = get_i64(work.sources, b), work.norms + 8 * b
+        if coding.outliers:
+            _squared_norms(config, source, get_i64(work.bare, b), dim, block, work.pair, norms)
+            bare = get(norms, 1)
+        _squared_norms(config, source, get_i64(work.rows, b), dim, block, work.pair, norms)
+        if coding.outliers:
+            put(norms, 0, bare)
+
+
+@jit
+def _stretch(coding: Any, work: Any, dim: Any, many: Any) -> None:
+    """Step 4 after the rotation: sigma, and the inverse from the largest magnitude."""
+    for b in range(many):
+        sigma = math.sqrt(min(get(work.norms, 2 * b), get(work.norms, 2 * b + 1)) * np.float32(1.0 / dim))
+        inverse = ONE / sigma
+        stretch = (get(work.inverses, b) * inverse) * coding.beta + coding.alpha
+        put(work.sigmas, b, sigma * stretch)
+        put(work.inverses, b, inverse / stretch)
+
+
+@kernel
+def row_encode_stream(config: Any, grid: Any, fmt: Format | None, coding: Any, tables: RowTables, left: int) -> int:
+    """Encode a stream: means and vectors. Arguments and result as for `simd_encode_stream`."""
+    dim, block, size = grid.dim, block_of(grid.dim), 4 * row_room(grid.dim)
+    width, vectors, count = (dim * coding.bits) // 8, grid.tokens * grid.vectors, 0
+    space = np.zeros((WORK_ROWS + grid.vectors) * row_room(dim) + BATCH * BATCH_WORDS + CACHE_LINE, np.float32)
+    work = _work_in(space, row_room(dim))
+    for p in range(grid.planes):
+        if coding.means:
+            _plane_means(config, grid, fmt, coding, p, work.mean, work.stage)
+        for start in range(0, vectors, BATCH):
+            many, first = min(BATCH, vectors - start), p * vectors + start
+            _begin(grid, fmt, coding, work, p, start, many)
+            _norms(config, coding, work, dim, block, many)
+            for b in range(many):
+                nv, nu = get(work.norms, 2 * b), get(work.norms, 2 * b + 1)
+                if not (in_range(nv) and in_range(nu)):
+                    put_u8(left, first + b, np.uint8(1))
+                    count += 1
+                source, row = get_i64(work.sources, b), get_i64(work.rows if nu < nv else work.bare, b)
+                top = _rotated(config, source, row, tables.factors, dim, block, work.row, work.y + b * size)
+                put(work.inverses, b, top)
+            _stretch(coding, work, dim, many)
+            for b in range(many):
+                codes, sums, y = coding.codes + (first + b) * width, work.sums + 16 * b, work.y + b * size
+                inverse = get(work.inverses, b)
+                _quantised(config, y, inverse, tables, coding, dim, block, codes, work.pair, sums)
+            for b in range(many):
+                flag = get(work.norms, 2 * b + 1) < get(work.norms, 2 * b)
+                put_u16(
+                    coding.scales, first + b, scale_bits(coding.rule, work.sums + 16 * b, get(work.sigmas, b), flag)
+                )
+    keep(space)
+    return count
