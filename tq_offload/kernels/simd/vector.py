@@ -184,9 +184,9 @@ class Lanes:
 
 def gather(v: Lanes, table: Any, index: Any) -> Any:
     """f32 table[index] in every lane, from memory."""
-    out = ir.Constant(v.fv, ir.Undefined)
-    for lane in range(v.lanes):
-        i = v.b.zext(v.lane(index, lane), I64)
-        at = v.b.add(table, v.b.shl(i, ir.Constant(I64, 2)))
-        out = v.b.insert_element(out, v.load(at, 0, F32), ir.Constant(I32, lane))
-    return out
+    pointers, mask = ir.VectorType(F32.as_pointer(), v.lanes), ir.VectorType(ir.IntType(1), v.lanes)
+    at = v.b.gep(v.b.inttoptr(table, F32.as_pointer()), [index], source_etype=F32)
+    at.type = pointers  # llvmlite does not know that an address and a vector of indices make a vector of addresses
+    every = ir.Constant(mask, [ir.Constant(ir.IntType(1), 1)] * v.lanes)
+    loads = v._intrinsic(f"llvm.masked.gather.v{v.lanes}f32.v{v.lanes}p0", v.fv, [pointers, I32, mask, v.fv])
+    return v.b.call(loads, [at, ir.Constant(I32, 4), every, ir.Constant(v.fv, ir.Undefined)])
