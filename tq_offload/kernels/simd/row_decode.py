@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tq_offload.kernels.grid_loops import address, keep
+from tq_offload.kernels.grid_loops import address, address_of, keep
 from tq_offload.kernels.outlier_loops import channel_of, coarse_value, wild_ranges
 from tq_offload.kernels.simd.butterflies import lanes_of
 from tq_offload.kernels.simd.code_steps import expand, expand_last
@@ -18,8 +18,8 @@ from tq_offload.kernels.simd.config import Format
 from tq_offload.kernels.simd.driver import TOP, Place, job_of
 from tq_offload.kernels.simd.jit import jit, kernel
 from tq_offload.kernels.simd.memory import get_u16, put, put_u8
-from tq_offload.kernels.simd.row_steps import finish, itemsize_of
-from tq_offload.kernels.simd.rows import inverse_rotate, row_room
+from tq_offload.kernels.simd.row_steps import finish, finish2, itemsize_of
+from tq_offload.kernels.simd.rows import batch_of, inverse_rotate, row_room
 from tq_offload.kernels.vector_loops import block_of, from_bf16, store_vector
 
 __all__ = ["CACHE_LINE", "RowTables", "aligned", "load_means", "put_coarse", "row_decode_jobs", "row_decode_stream"]
@@ -69,43 +69,52 @@ def _expand_codes(config: Any, codes: Any, bits: Any, levels: Any, dim: Any, out
 
 
 @jit
+def _finish(config: Any, y: Any, factors: Any, gain: Any, mean: Any, out: Any, dim: Any) -> None:
+    """Elements of a vector from its row."""
+    lanes, itemsize = lanes_of(config), itemsize_of(config)
+    whole = dim // (2 * lanes) * (2 * lanes)
+    for i in range(0, whole, 2 * lanes):
+        finish2(config, y + 4 * i, factors + 4 * i, gain, mean + 4 * i, out + itemsize * i)
+    if whole < dim:
+        i = whole
+        finish(config, y + 4 * i, factors + 4 * i, gain, mean + 4 * i, out + itemsize * i)
+
+
+@jit
 def _decode_planes(config: Any, grid: Any, fmt: Any, coding: Any, tables: Any, left: Any) -> Any:
-    """The loop of `row_decode_stream`."""
-    dim, block, lanes = grid.dim, block_of(grid.dim), lanes_of(config)
-    room, width, itemsize = row_room(dim), (dim * coding.bits) // 8, itemsize_of(config)
-    space = np.full((3 + 2 * grid.vectors) * room + CACHE_LINE, np.float32(-0.0), np.float32)
-    row = aligned(space)
-    turned, stage = row + 4 * room, row + 8 * room
-    mean = row + 12 * room
-    none = mean + 4 * grid.vectors * room  # rows of the vectors without a mean
-    last_factors = tables.factors + 12 * room
-    count = 0
+    """The loop of `row_decode_stream`. A vector that is left gets something, too."""
+    dim, block, size, batch = grid.dim, block_of(grid.dim), 4 * row_room(grid.dim), batch_of(grid.dim)
+    vectors, width, count = grid.tokens * grid.vectors, (dim * coding.bits) // 8, 0
+    space = np.full((2 * batch + 1 + 2 * grid.vectors) * row_room(dim) + CACHE_LINE, np.float32(-0.0), np.float32)
+    rows = aligned(space)
+    turned, stage = rows + batch * size, rows + 2 * batch * size
+    mean = stage + size
+    none = mean + grid.vectors * size  # rows of the vectors without a mean
     for p in range(grid.planes):
         if coding.means:
             load_means(coding.means, p, grid.vectors, dim, mean)
         top = TOP
-        if coding.outliers and wild_ranges(coding, p * grid.vectors, grid.vectors):
-            top = np.uint16(0)
         if coding.outliers:
-            for i in range(grid.vectors * room):
+            if wild_ranges(coding, p * grid.vectors, grid.vectors):
+                top = np.uint16(0)
+            for i in range(grid.vectors * row_room(dim)):
                 put(none, i, np.float32(-0.0))
-        for t in range(grid.tokens):
-            for j in range(grid.vectors):
-                index = (p * grid.tokens + t) * grid.vectors + j
-                bits = get_u16(coding.scales, index)
+        for start in range(0, vectors, batch):
+            many, first = min(batch, vectors - start), p * vectors + start
+            for b in range(many):
+                codes = coding.codes + (first + b) * width
+                _expand_codes(config, codes, coding.bits, tables.levels, dim, rows + b * size)
+            inverse_rotate(config, rows, many, tables.factors, dim, block, turned)
+            for b in range(many):
+                bits, j = get_u16(coding.scales, first + b), (start + b) % grid.vectors
                 magnitude = bits & np.uint16(0x7FFF)
                 if magnitude >= top:
-                    put_u8(left, index, np.uint8(1))
+                    put_u8(left, first + b, np.uint8(1))
                     count += 1
-                    continue
-                added = (none if bits == magnitude or not coding.means else mean) + 4 * j * room
-                put_coarse(added, coding, p * grid.vectors + j, index)
-                _expand_codes(config, coding.codes + index * width, coding.bits, tables.levels, dim, row)
-                inverse_rotate(config, row, tables.factors, dim, block, turned)
-                at = grid.address + p * grid.plane_stride + t * grid.token_stride + j * grid.vector_stride
-                out, gain = at if fmt is None else stage, from_bf16(magnitude)
-                for i in range(0, dim, lanes):
-                    finish(config, turned + 4 * i, last_factors + 4 * i, gain, added + 4 * i, out + itemsize * i)
+                row = (none if bits == magnitude or not coding.means else mean) + j * size
+                put_coarse(row, coding, p * grid.vectors + j, first + b)
+                at, gain = address_of(grid, p, start + b), from_bf16(magnitude)
+                _finish(config, turned + b * size, tables.factors + 3 * size, gain, row, at if fmt is None else stage, dim)
                 if fmt is not None:
                     store_vector(stage, fmt, dim, at)
     keep(space)

@@ -21,14 +21,11 @@ from tq_offload.kernels.simd.jit import jit, kernel
 from tq_offload.kernels.simd.memory import get, get_i64, put, put_i64, put_u8, put_u16
 from tq_offload.kernels.simd.row_decode import CACHE_LINE, RowTables, aligned, load_means, put_coarse
 from tq_offload.kernels.simd.row_steps import accumulate, itemsize_of, squares, take
-from tq_offload.kernels.simd.rows import rotate, row_room, sums_of
+from tq_offload.kernels.simd.rows import batch_of, rotate, row_room, sums_of
 from tq_offload.kernels.stream_loops import in_range, mean_bits
 from tq_offload.kernels.vector_loops import ONE, ZERO, block_of, copy
 
 __all__ = ["row_encode_stream"]
-
-BATCH = 8  # vectors that go through a pass before the next pass starts
-
 
 @jit
 def _plane_means(config: Any, grid: Any, fmt: Any, coding: Any, p: Any, sums: Any, stage: Any) -> None:
@@ -61,15 +58,6 @@ def _squared_norms(config: Any, source: Any, mean: Any, dim: Any, block: Any, ro
 
 
 @jit
-def _rotated(config: Any, source: Any, mean: Any, factors: Any, dim: Any, block: Any, row: Any, out: Any) -> Any:
-    """y = rotation(v - mean) to `out`; returns max |y|."""
-    itemsize = itemsize_of(config)
-    for i in range(0, dim, lanes_of(config)):
-        take(config, source + itemsize * i, mean + 4 * i, factors + 4 * i, row + 4 * i)
-    return rotate(config, row, factors + 4 * row_room(dim), dim, block, out)
-
-
-@jit
 def _quantised(
     config: Any, y: Any, inverse: Any, tables: Any, coding: Any, dim: Any, block: Any, codes: Any, rows: Any, sums: Any
 ) -> None:
@@ -91,17 +79,17 @@ def _quantised(
 
 
 class _Work(NamedTuple):
-    """Addresses of work space of `row_encode_stream`: rows of row_room(D), and what is known of each vector of a batch.
+    """Addresses of work space: rows of row_room(D), and what is known of the vectors of a batch.
 
-    Rows: `y`, `stage` and `own` [BATCH] (of `own` two a vector: its coarse values with the mean and without), `row`,
+    Rows: `y`, `taken` and `stage` [batch], `own` [batch, 2] (the coarse values of a vector, without the mean and with it),
     `pair` [2], `none` zeros, `mean` [J]. Of each vector: `norms` f32 [2], `inverses` and `sigmas` f32, `sums` f32 [4],
     `sources`, `rows` (what is subtracted with the mean) and `bare` (without) addresses.
     """
 
     y: int
+    taken: int
     stage: int
     own: int
-    row: int
     pair: int
     none: int
     mean: int
@@ -114,17 +102,24 @@ class _Work(NamedTuple):
     bare: int
 
 
-WORK_ROWS, BATCH_WORDS = 4 * BATCH + 4, 14  # beside the means; and f32 for what is known of a vector
+KNOWN = 14  # f32 of what is known of a vector
 
 
 @jit
-def _work_in(space: Any, room: Any) -> Any:
-    y, size = aligned(space), 4 * room
-    row = y + 4 * BATCH * size
-    known = row + 4 * size
-    each = 4 * BATCH
+def _work_size(dim: Any, vectors: Any) -> Any:
+    """Size of the work space, f32."""
+    batch = batch_of(dim)
+    return (5 * batch + 3 + vectors) * row_room(dim) + KNOWN * batch + CACHE_LINE
+
+
+@jit
+def _work_in(space: Any, dim: Any, vectors: Any) -> Any:
+    y, size, batch = aligned(space), 4 * row_room(dim), batch_of(dim)
+    many, each = batch * size, 4 * batch
+    pair = y + 5 * many
+    known = pair + (3 + vectors) * size
     return _Work(
-        y, y + BATCH * size, y + 2 * BATCH * size, row, row + size, row + 3 * size, known + BATCH_WORDS * each,
+        y, y + many, y + 2 * many, y + 3 * many, pair, pair + 2 * size, pair + 3 * size,
         known, known + 2 * each, known + 3 * each, known + 4 * each, known + 8 * each, known + 10 * each,
         known + 12 * each,
     )  # fmt: skip
@@ -177,15 +172,15 @@ def _stretch(coding: Any, work: Any, dim: Any, many: Any) -> None:
 @kernel
 def row_encode_stream(config: Any, grid: Any, fmt: Format | None, coding: Any, tables: RowTables, left: int) -> int:
     """Encode a stream: means and vectors. Arguments and result as for `simd_encode_stream`."""
-    dim, block, size = grid.dim, block_of(grid.dim), 4 * row_room(grid.dim)
+    dim, block, size, batch = grid.dim, block_of(grid.dim), 4 * row_room(grid.dim), batch_of(grid.dim)
     width, vectors, count = (dim * coding.bits) // 8, grid.tokens * grid.vectors, 0
-    space = np.zeros((WORK_ROWS + grid.vectors) * row_room(dim) + BATCH * BATCH_WORDS + CACHE_LINE, np.float32)
-    work = _work_in(space, row_room(dim))
+    space = np.zeros(_work_size(dim, grid.vectors), np.float32)
+    work = _work_in(space, dim, grid.vectors)
     for p in range(grid.planes):
         if coding.means:
             _plane_means(config, grid, fmt, coding, p, work.mean, work.stage)
-        for start in range(0, vectors, BATCH):
-            many, first = min(BATCH, vectors - start), p * vectors + start
+        for start in range(0, vectors, batch):
+            many, first = min(batch, vectors - start), p * vectors + start
             _begin(grid, fmt, coding, work, p, start, many)
             _norms(config, coding, work, dim, block, many)
             for b in range(many):
@@ -194,8 +189,10 @@ def row_encode_stream(config: Any, grid: Any, fmt: Format | None, coding: Any, t
                     put_u8(left, first + b, np.uint8(1))
                     count += 1
                 source, row = get_i64(work.sources, b), get_i64(work.rows if nu < nv else work.bare, b)
-                top = _rotated(config, source, row, tables.factors, dim, block, work.row, work.y + b * size)
-                put(work.inverses, b, top)
+                for i in range(0, dim, lanes_of(config)):
+                    at, factors = source + itemsize_of(config) * i, tables.factors + 4 * i
+                    take(config, at, row + 4 * i, factors, work.taken + b * size + 4 * i)
+            rotate(config, work.taken, many, tables.factors + size, dim, block, work.y, work.inverses)
             _stretch(coding, work, dim, many)
             for b in range(many):
                 codes, sums, y = coding.codes + (first + b) * width, work.sums + 16 * b, work.y + b * size

@@ -15,8 +15,8 @@ from tq_offload.kernels.simd.step import ADDRESS, FACTOR, step
 from tq_offload.kernels.simd.vector import I16, I64, Lanes
 
 __all__ = [
-    "accumulate", "clear", "finish", "fold2", "fold4", "itemsize_of", "largest", "merge_halves", "multiply",
-    "scale_top", "split", "squares", "take", "two_sums",
+    "accumulate", "clear", "finish", "finish2", "fold2", "fold4", "itemsize_of", "largest", "merge_halves",
+    "multiply", "scale_top", "split", "squares", "take", "two_sums",
 ]  # fmt: skip
 
 
@@ -28,14 +28,25 @@ def load_elements(v: Lanes, fmt: Format, at: Any) -> Any:
     return v.as_float(v.b.shl(bits, v.i(16)))
 
 
-def store_elements(v: Lanes, fmt: Format, x: Any, at: Any) -> None:
-    """Undo it, rounded to nearest even, without a clamp."""
-    if fmt.itemsize == 2:
-        bits = v.as_int(x)
-        odd = v.b.and_(v.b.lshr(bits, v.i(16)), v.i(1))
-        rounded = v.b.lshr(v.b.add(v.b.add(bits, v.i(0x7FFF)), odd), v.i(16))
-        x = v.b.trunc(rounded, ir.VectorType(I16, v.lanes))
-    v.store(x, at, 0)
+def store_elements(v: Lanes, fmt: Format, regs: list[Any], at: Any) -> None:
+    """Round one or two registers of f32 to nearest even and store them, without a clamp."""
+    if fmt.itemsize == 4:
+        for k, x in enumerate(regs):
+            v.store(x, at, 4 * v.lanes * k)
+        return
+    rounded = [_rounded(v, v.as_int(x)) for x in regs]
+    low = v.b.lshr(rounded[0], v.i(16))
+    if len(regs) == 1:
+        v.store(v.b.trunc(low, ir.VectorType(I16, v.lanes)), at, 0)
+        return
+    pairs = v.b.bitcast(v.b.or_(low, v.b.and_(rounded[1], v.i(0xFFFF0000))), ir.VectorType(I16, 2 * v.lanes))
+    v.store(v.shuffle(pairs, pairs, [*range(0, 2 * v.lanes, 2), *range(1, 2 * v.lanes, 2)]), at, 0)
+
+
+def _rounded(v: Lanes, bits: Any) -> Any:
+    """f32 bits, of which the upper half is bfloat16 rounded to nearest even."""
+    odd = v.b.icmp_unsigned("!=", v.b.and_(bits, v.i(0x10000)), v.i(0))
+    return v.b.add(bits, v.b.select(odd, v.i(0x8000), v.i(0x7FFF)))
 
 
 @step(result=ADDRESS)
@@ -69,8 +80,21 @@ def take(v: Lanes, settings: KernelConfig, source: Any, mean: Any, factors: Any,
 @step(ADDRESS, ADDRESS, FACTOR, ADDRESS, ADDRESS)
 def finish(v: Lanes, settings: KernelConfig, y: Any, factors: Any, gain: Any, mean: Any, out: Any) -> None:
     """Elements at `out` = (y * factors) * gain + mean."""
-    x = v.b.fmul(v.b.fmul(v.load(y, 0, v.fv), v.load(factors, 0, v.fv)), v.broadcast(gain))
-    store_elements(v, settings.format, v.b.fadd(x, v.load(mean, 0, v.fv)), out)
+    store_elements(v, settings.format, _decoded(v, y, factors, gain, mean, 1), out)
+
+
+@step(ADDRESS, ADDRESS, FACTOR, ADDRESS, ADDRESS)
+def finish2(v: Lanes, settings: KernelConfig, y: Any, factors: Any, gain: Any, mean: Any, out: Any) -> None:
+    """The same of two registers' worth."""
+    store_elements(v, settings.format, _decoded(v, y, factors, gain, mean, 2), out)
+
+
+def _decoded(v: Lanes, y: Any, factors: Any, gain: Any, mean: Any, count: int) -> list[Any]:
+    regs, gains = [], v.broadcast(gain)
+    for at in range(0, 4 * v.lanes * count, 4 * v.lanes):
+        x = v.b.fmul(v.b.fmul(v.load(y, at, v.fv), v.load(factors, at, v.fv)), gains)
+        regs.append(v.b.fadd(x, v.load(mean, at, v.fv)))
+    return regs
 
 
 @step(ADDRESS, ADDRESS)

@@ -21,6 +21,7 @@ from tq_offload.kernels.simd.butterflies import (
     transform64,
 )
 from tq_offload.kernels.simd.jit import jit
+from tq_offload.kernels.simd.memory import put
 from tq_offload.kernels.simd.row_steps import (
     clear,
     fold2,
@@ -33,8 +34,9 @@ from tq_offload.kernels.simd.row_steps import (
     two_sums,
 )
 
-__all__ = ["inverse_rotate", "rotate", "row_room", "sums_of"]
+__all__ = ["LARGEST_BATCH", "batch_of", "inverse_rotate", "rotate", "row_room", "sums_of"]
 
+LARGEST_BATCH = 8
 
 TOPS = 4 * 16  # elements of the largest magnitudes that are found apart, for they wait for one another
 
@@ -43,6 +45,12 @@ TOPS = 4 * 16  # elements of the largest magnitudes that are found apart, for th
 def row_room(dim: Any) -> Any:
     """Elements from a row of work space or factors to the next: whole cache lines, and room to read past the end."""
     return (dim + 31) // 16 * 16
+
+
+@jit
+def batch_of(dim: Any) -> Any:
+    """Vectors that go through a pass before the next pass starts: their latencies overlap, their rows stay in the L1."""
+    return max(2, min(LARGEST_BATCH, 1536 // dim))
 
 
 @jit
@@ -99,36 +107,48 @@ def _split(config: Any, row: Any, factors: Any, half: Any, out: Any) -> None:
 
 
 @jit
-def rotate(config: Any, row: Any, factors: Any, dim: Any, block: Any, out: Any) -> Any:
-    """Rotation of a row that has the signs of stage 0, to `out`; returns the largest magnitude.
+def rotate(config: Any, rows: Any, many: Any, factors: Any, dim: Any, block: Any, out: Any, tops: Any) -> None:
+    """Rotation of rows that have the signs of stage 0, to rows at `out`; the largest magnitudes to f32 [many] at `tops`.
 
-    The row is lost. factors: f32 [4, row_room(D)], for what comes between transforms and after the last one.
+    The rows are lost. factors: f32 [4, row_room(D)], for what comes between transforms and after the last one.
     """
     lanes, size, high = lanes_of(config), 4 * row_room(dim), dim - block
-    _transform(config, row, block)
-    _scaled_transform(config, row, factors, high, dim, block)
-    _split(config, row, factors + size, dim // 2, out)
-    _transform(config, out, block)
-    _scaled_transform(config, out, factors + 2 * size, high, dim, block)
-    for i in range(0, TOPS, lanes):
-        clear(config, row + 4 * i)
-    for i in range(0, dim, lanes):
-        scale_top(config, out + 4 * i, factors + 3 * size + 4 * i, row + 4 * (i % TOPS))
-    return largest(config, row)
+    for b in range(many):
+        _transform(config, rows + b * size, block)
+    for b in range(many):
+        _scaled_transform(config, rows + b * size, factors, high, dim, block)
+    for b in range(many):
+        _split(config, rows + b * size, factors + size, dim // 2, out + b * size)
+    for b in range(many):
+        _transform(config, out + b * size, block)
+    for b in range(many):
+        _scaled_transform(config, out + b * size, factors + 2 * size, high, dim, block)
+    for b in range(many):
+        row = rows + b * size
+        for i in range(0, TOPS, lanes):
+            clear(config, row + 4 * i)
+        for i in range(0, dim, lanes):
+            scale_top(config, out + b * size + 4 * i, factors + 3 * size + 4 * i, row + 4 * (i % TOPS))
+        put(tops, b, largest(config, row))
 
 
 @jit
-def inverse_rotate(config: Any, row: Any, factors: Any, dim: Any, block: Any, out: Any) -> None:
+def inverse_rotate(config: Any, rows: Any, many: Any, factors: Any, dim: Any, block: Any, out: Any) -> None:
     """Undo the rotation, to `out`, without the last factors. Arguments as for `rotate`."""
     lanes, size, high, half = lanes_of(config), 4 * row_room(dim), dim - block, dim // 2
-    _transform(config, row + 4 * high, block)
-    _scaled_transform(config, row, factors, 0, dim, block)
+    for b in range(many):
+        _transform(config, rows + b * size + 4 * high, block)
+    for b in range(many):
+        _scaled_transform(config, rows + b * size, factors, 0, dim, block)
     between, odd = factors + size, 4 * half
-    for i in range(0, half, lanes):
-        even = row + 4 * i
-        merge_halves(config, even, between + 4 * i, even + odd, between + 4 * i + odd, out + 8 * i)
-    _transform(config, out + 4 * high, block)
-    _scaled_transform(config, out, factors + 2 * size, 0, dim, block)
+    for b in range(many):
+        for i in range(0, half, lanes):
+            even = rows + b * size + 4 * i
+            merge_halves(config, even, between + 4 * i, even + odd, between + 4 * i + odd, out + b * size + 8 * i)
+    for b in range(many):
+        _transform(config, out + b * size + 4 * high, block)
+    for b in range(many):
+        _scaled_transform(config, out + b * size, factors + 2 * size, 0, dim, block)
 
 
 @jit
