@@ -17,9 +17,9 @@ __all__ = ["expand", "expand_last", "quantise", "quantise32"]
 
 @step(ADDRESS, ADDRESS, ADDRESS)
 def expand(v: Lanes, settings: KernelConfig, codes: Any, levels: Any, out: Any) -> None:
-    """Levels of a register's worth of codes; may read codes of the next one, which is cheaper."""
+    """Levels of a register's worth of codes; reads a power of two bytes, some of them of the next register's codes."""
     size = v.lanes * settings.bits // 8
-    _expand(v, settings, v.load(codes, 0, ir.VectorType(I8, max(1 << (size - 1).bit_length(), 4))), levels, out)
+    _expand(v, settings, v.load(codes, 0, ir.VectorType(I8, 1 << (size - 1).bit_length())), levels, out)
 
 
 @step(ADDRESS, ADDRESS, ADDRESS)

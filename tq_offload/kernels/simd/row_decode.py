@@ -81,6 +81,20 @@ def _finish(config: Any, y: Any, factors: Any, gain: Any, mean: Any, out: Any, d
 
 
 @jit
+def _begin_plane(grid: Any, coding: Any, p: Any, mean: Any, none: Any) -> Any:
+    """Rows that are added to the vectors with and without a mean, and the least scale that is left; bf16 bits."""
+    if coding.means:
+        load_means(coding.means, p, grid.vectors, grid.dim, mean)
+    top = TOP
+    if coding.outliers:
+        if wild_ranges(coding, p * grid.vectors, grid.vectors):
+            top = np.uint16(0)
+        for i in range(grid.vectors * row_room(grid.dim)):
+            put(none, i, np.float32(-0.0))
+    return top
+
+
+@jit
 def _decode_planes(config: Any, grid: Any, fmt: Any, coding: Any, tables: Any, left: Any) -> Any:
     """The loop of `row_decode_stream`. A vector that is left gets something, too."""
     dim, block, size, batch = grid.dim, block_of(grid.dim), 4 * row_room(grid.dim), batch_of(grid.dim)
@@ -91,14 +105,7 @@ def _decode_planes(config: Any, grid: Any, fmt: Any, coding: Any, tables: Any, l
     mean = stage + size
     none = mean + grid.vectors * size  # rows of the vectors without a mean
     for p in range(grid.planes):
-        if coding.means:
-            load_means(coding.means, p, grid.vectors, dim, mean)
-        top = TOP
-        if coding.outliers:
-            if wild_ranges(coding, p * grid.vectors, grid.vectors):
-                top = np.uint16(0)
-            for i in range(grid.vectors * row_room(dim)):
-                put(none, i, np.float32(-0.0))
+        top = _begin_plane(grid, coding, p, mean, none)
         for start in range(0, vectors, batch):
             many, first = min(batch, vectors - start), p * vectors + start
             for b in range(many):
@@ -114,7 +121,9 @@ def _decode_planes(config: Any, grid: Any, fmt: Any, coding: Any, tables: Any, l
                 row = (none if bits == magnitude or not coding.means else mean) + j * size
                 put_coarse(row, coding, p * grid.vectors + j, first + b)
                 at, gain = address_of(grid, p, start + b), from_bf16(magnitude)
-                _finish(config, turned + b * size, tables.factors + 3 * size, gain, row, at if fmt is None else stage, dim)
+                _finish(
+                    config, turned + b * size, tables.factors + 3 * size, gain, row, at if fmt is None else stage, dim
+                )
                 if fmt is not None:
                     store_vector(stage, fmt, dim, at)
     keep(space)

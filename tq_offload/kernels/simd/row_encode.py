@@ -27,6 +27,7 @@ from tq_offload.kernels.vector_loops import ONE, ZERO, block_of, copy
 
 __all__ = ["row_encode_stream"]
 
+
 @jit
 def _plane_means(config: Any, grid: Any, fmt: Any, coding: Any, p: Any, sums: Any, stage: Any) -> None:
     """Means of plane p: bf16 to their section, and f32 rows [J, row_room(D)] to `sums`."""
@@ -81,7 +82,7 @@ def _quantised(
 class _Work(NamedTuple):
     """Addresses of work space: rows of row_room(D), and what is known of the vectors of a batch.
 
-    Rows: `y`, `taken` and `stage` [batch], `own` [batch, 2] (the coarse values of a vector, without the mean and with it),
+    Rows: `y`, `taken` and `stage` [batch], `own` [batch, 2] (a vector's coarse values, without the mean and with it),
     `pair` [2], `none` zeros, `mean` [J]. Of each vector: `norms` f32 [2], `inverses` and `sigmas` f32, `sums` f32 [4],
     `sources`, `rows` (what is subtracted with the mean) and `bare` (without) addresses.
     """
@@ -159,6 +160,17 @@ def _norms(config: Any, coding: Any, work: Any, dim: Any, block: Any, many: Any)
 
 
 @jit
+def _take(config: Any, work: Any, factors: Any, dim: Any, many: Any) -> None:
+    """Step 3: w of a batch, times the signs of stage 0."""
+    for b in range(many):
+        shorter = get(work.norms, 2 * b + 1) < get(work.norms, 2 * b)
+        source, row = get_i64(work.sources, b), get_i64(work.rows if shorter else work.bare, b)
+        out = work.taken + 4 * b * row_room(dim)
+        for i in range(0, dim, lanes_of(config)):
+            take(config, source + itemsize_of(config) * i, row + 4 * i, factors + 4 * i, out + 4 * i)
+
+
+@jit
 def _stretch(coding: Any, work: Any, dim: Any, many: Any) -> None:
     """Step 4 after the rotation: sigma, and the inverse from the largest magnitude."""
     for b in range(many):
@@ -184,14 +196,10 @@ def row_encode_stream(config: Any, grid: Any, fmt: Format | None, coding: Any, t
             _begin(grid, fmt, coding, work, p, start, many)
             _norms(config, coding, work, dim, block, many)
             for b in range(many):
-                nv, nu = get(work.norms, 2 * b), get(work.norms, 2 * b + 1)
-                if not (in_range(nv) and in_range(nu)):
+                if not (in_range(get(work.norms, 2 * b)) and in_range(get(work.norms, 2 * b + 1))):
                     put_u8(left, first + b, np.uint8(1))
                     count += 1
-                source, row = get_i64(work.sources, b), get_i64(work.rows if nu < nv else work.bare, b)
-                for i in range(0, dim, lanes_of(config)):
-                    at, factors = source + itemsize_of(config) * i, tables.factors + 4 * i
-                    take(config, at, row + 4 * i, factors, work.taken + b * size + 4 * i)
+            _take(config, work, tables.factors, dim, many)
             rotate(config, work.taken, many, tables.factors + size, dim, block, work.y, work.inverses)
             _stretch(coding, work, dim, many)
             for b in range(many):

@@ -49,7 +49,7 @@ def row_room(dim: Any) -> Any:
 
 @jit
 def batch_of(dim: Any) -> Any:
-    """Vectors that go through a pass before the next pass starts: their latencies overlap, their rows stay in the L1."""
+    """Vectors that go through a pass before the next one starts: latencies overlap, and their rows stay in the L1."""
     return max(2, min(LARGEST_BATCH, 1536 // dim))
 
 
@@ -108,7 +108,7 @@ def _split(config: Any, row: Any, factors: Any, half: Any, out: Any) -> None:
 
 @jit
 def rotate(config: Any, rows: Any, many: Any, factors: Any, dim: Any, block: Any, out: Any, tops: Any) -> None:
-    """Rotation of rows that have the signs of stage 0, to rows at `out`; the largest magnitudes to f32 [many] at `tops`.
+    """Rotation of rows that have the signs of stage 0, to `out`; the largest magnitudes, f32 [many], to `tops`.
 
     The rows are lost. factors: f32 [4, row_room(D)], for what comes between transforms and after the last one.
     """
