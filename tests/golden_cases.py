@@ -42,6 +42,8 @@ CASES: dict[str, tuple[CodecSpec, list[tuple[tuple[int, ...], str, dict]]]] = {
         CodecSpec(2, 2, qjl=True, key_outliers=8, key_rule="unbiased"),
         [((2, 2, 3, 96), "float32", {"head_dim": 96})],
     ),
+    "outliers_96_bits_8_3": (CodecSpec(8, 3, key_outliers=4), [((2, 2, 67, 192), "bfloat16", {"head_dim": 96})]),
+    "no_mean_192": (CodecSpec(4, 3, mean=False, key_rule="norm"), [((2, 2, 9, 192), "float32", {"head_dim": 192})]),
     "latent_4d": (CodecSpec(), [((1, 2, 9, 64), "bfloat16", {"latent": True})]),
     "packed_4d": (CodecSpec(), [((1, 2, 9, 256), "bfloat16", {"head_dim": 64, "latent": False})]),
 }

@@ -13,7 +13,7 @@ from packed_support import kv
 
 from tq_offload.errors import LayoutError
 from tq_offload.kernels import Chunks, Sections, VectorParams
-from tq_offload.kernels.cpu_numba import NumbaBackend
+from tq_offload.kernels.cpu_numba import SIMD_DIMS, NumbaBackend
 from tq_offload.kernels.reference import ReferenceBackend
 from tq_offload.kv_cache.packed import PackedTokens
 
@@ -71,7 +71,7 @@ def check(backend: Any, dim: int, params: VectorParams, order: str = "heads firs
 def test_over_the_whole_table(dim: int) -> None:
     for bits, dtype in product(BITS, DTYPES):
         covered = NUMBA._covers(dim, replace(DEFAULTS, bits=bits))
-        if covered and bits != 4 and (dim != 64 or dtype != "bfloat16"):
+        if covered and bits != 4 and ((dim in SIMD_DIMS and dim != 64) or dtype != "bfloat16"):
             continue  # each of these would be compiled on its own
         params = replace(DEFAULTS, dtype=dtype, bits=bits, mean=bits % 2 == 0, seed=bits)
         check(NUMBA, dim, params, "heads first" if bits % 3 else "tokens first")
@@ -82,7 +82,7 @@ def test_over_the_whole_table(dim: int) -> None:
 @pytest.mark.parametrize("order", ["heads first", "tokens first"])
 @pytest.mark.parametrize("mean", [True, False])
 def test_backends_orders_and_means(backend: Any, order: str, mean: bool) -> None:
-    for dim in (36, 64):
+    for dim in (36, 64, 80, 96):
         check(backend, dim, replace(DEFAULTS, mean=mean), order)
 
 
@@ -96,15 +96,16 @@ def with_scale(part: Chunks, bits: int) -> Chunks:
     return part
 
 
+@pytest.mark.parametrize("dim", [64, 80])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_vectors_that_the_fast_kernels_leave(dtype: str) -> None:
+def test_vectors_that_the_fast_kernels_leave(dtype: str, dim: int) -> None:
     """Scales at both ends of their range, and zero, which an encoder writes for zero vectors only."""
     for scale in (0x0000, 0x0001, 0x8001, 0x7F7F, 0xFF7F):
         params = replace(DEFAULTS, dtype=dtype)
-        chunks = [with_scale(part, scale) for part in chunks_of(64, params)]
-        flat, strides = target(64, dtype, "heads first")
-        NUMBA.decoder(64, chunks)(flat, strides)
-        wanted = one_by_one(chunks, 64, dtype, "heads first")
+        chunks = [with_scale(part, scale) for part in chunks_of(dim, params)]
+        flat, strides = target(dim, dtype, "heads first")
+        NUMBA.decoder(dim, chunks)(flat, strides)
+        wanted = one_by_one(chunks, dim, dtype, "heads first")
         np.testing.assert_array_equal(flat.view(np.uint8), wanted.view(np.uint8), hex(scale))
 
 

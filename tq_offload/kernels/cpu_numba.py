@@ -1,4 +1,4 @@
-"""The CPU backend: numba kernels, explicit SIMD where it pays, else generic loops. The GIL is released for a stream.
+"""The CPU backend: numba kernels, explicit SIMD for the dims and bits below, else generic loops; without the GIL.
 
 numba is imported and kernels are compiled when a stream is first coded, not on import. Compiled kernels are kept on
 disk (NUMBA_CACHE_DIR, else beside the sources, else the user's cache folder; in memory only if none is writable).
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from tq_offload import codebook, rotation
+from tq_offload import codebook
 from tq_offload.errors import LayoutError, NonFiniteError
 from tq_offload.kernels.base import (
     Array,
@@ -25,10 +24,13 @@ from tq_offload.kernels.base import (
     VectorParams,
     decode_each,
 )
+from tq_offload.kernels.numba_tables import address_of_array, loop_tables
+from tq_offload.rotation import is_power_of_two
 
 __all__ = ["NumbaBackend"]
 
-SIMD_DIMS = (16, 32, 64, 128, 256, 512)
+SIMD_DIMS = (16, 32, 64, 128, 256, 512)  # a vector is held in registers
+ROW_DIMS = tuple(dim for dim in range(40, 1024, 8) if not is_power_of_two(dim))  # it is a row in memory
 SIMD_BITS = (1, 2, 3, 4, 8)  # the kernels do 5 to 7 as well; rarely used, they are not worth the compile time
 
 
@@ -66,19 +68,14 @@ class NumbaBackend:
         if params.outliers and not split_outliers(KernelConfig(), grid, fmt, coding):
             raise NonFiniteError("NaN or Inf in the KV chunk")
         if self._covers(stream.dim, params):
-            from tq_offload.kernels.simd.driver import simd_encode_stream
-
-            config = self._config(stream.dim, params, encoding=True)
-            simd_tables, _held = _simd_tables(params, config, encoding=True)
+            simd = self._kernels(stream.dim, params, encoding=True)
             left = np.zeros(out.scales.size, np.uint8)
-            if not simd_encode_stream(
-                config, grid, fmt if config.staged else None, coding, simd_tables, _address(left)
-            ):
+            if not simd.encode(simd.config, grid, simd.read_as, coding, simd.tables, address_of_array(left)):
                 return
-            coding = coding._replace(only=_address(left))
+            coding = coding._replace(only=address_of_array(left))
         elif coding.means:
             loops.mean_stream(KernelConfig(), grid, fmt, coding)
-        tables, _kept = _tables(params, stream.dim)
+        tables, _kept = loop_tables(params, stream.dim)
         if not loops.encode_stream(KernelConfig(), grid, fmt, coding, _sketch(params, out), tables):
             raise NonFiniteError("NaN or Inf in the KV chunk")
 
@@ -95,15 +92,12 @@ class NumbaBackend:
             raise LayoutError("the destination is read-only")
         grid, coding, fmt = _grid(dst, stream), _coding(params, sections), FORMATS[params.dtype]
         if self._covers(stream.dim, params):
-            from tq_offload.kernels.simd.driver import simd_decode_stream
-
-            config = self._config(stream.dim, params, encoding=False)
-            simd_tables, _held = _simd_tables(params, config, encoding=False)
+            simd = self._kernels(stream.dim, params, encoding=False)
             left = np.zeros(sections.scales.size, np.uint8)
-            if not simd_decode_stream(config, grid, _written_as(params), coding, simd_tables, _address(left)):
+            if not simd.decode(simd.config, grid, simd.written_as, coding, simd.tables, address_of_array(left)):
                 return
-            coding = coding._replace(only=_address(left))
-        tables, _kept = _tables(params, stream.dim)
+            coding = coding._replace(only=address_of_array(left))
+        tables, _kept = loop_tables(params, stream.dim)
         loops.decode_stream(KernelConfig(), grid, fmt, coding, _sketch(params, sections), tables)
 
     def decoder(self, dim: int, chunks: Sequence[Chunks]) -> Decoder:
@@ -111,13 +105,12 @@ class NumbaBackend:
         one_by_one = decode_each(self, dim, chunks)
         if not chunks or not self._covers(dim, chunks[0].params):
             return one_by_one
-        from tq_offload.kernels.simd.driver import JOB_FIELDS, Place, simd_decode_jobs
+        from tq_offload.kernels.simd.register_decode import JOB_FIELDS, Place
 
         params = chunks[0].params
         if any(_kind(part.params) != _kind(params) for part in chunks):
             raise LayoutError("chunks that are decoded together must have one dtype, number of bits, outliers and seed")
-        config = self._config(dim, params, encoding=False)
-        tables, held = _simd_tables(params, config, encoding=False)
+        simd = self._kernels(dim, params, encoding=False)
         jobs = np.zeros((len(chunks), JOB_FIELDS), np.int64)
         vectors = 0
         for job, part in zip(jobs, chunks, strict=True):
@@ -131,79 +124,31 @@ class NumbaBackend:
             job[8:] = coding.outlier_channels, coding.outlier_ranges, coding.outlier_codes, vectors
             vectors += part.sections.scales.size
         last = {(part.row, part.vectors - 1, part.start + part.planes * part.tokens - 1) for part in chunks}
-        written_as = _written_as(params)
 
-        def run(dst: Array, strides: Strides, _held: Any = (held, chunks)) -> None:  # what the addresses point to
+        def run(dst: Array, strides: Strides, _held: Any = chunks) -> None:  # what the addresses point to
             s_row, s_vector, s_token = strides
             end = max(row * s_row + vector * s_vector + token * s_token for row, vector, token in last) + dim
             _check_buffer(dst, params, end, min(strides))
             if not dst.flags.writeable:
                 raise LayoutError("the destination is read-only")
             size, left = dst.itemsize, np.zeros(vectors, np.uint8)
-            place = Place(_address(dst), dim, s_row * size, s_vector * size, s_token * size)
-            if simd_decode_jobs(config, jobs_at, len(jobs), place, written_as, coding, tables, _address(left)):
+            place = Place(address_of_array(dst), dim, s_row * size, s_vector * size, s_token * size)
+            if simd.decode_jobs(
+                simd.config, jobs_at, len(jobs), place, simd.written_as, coding, simd.tables, address_of_array(left)
+            ):
                 one_by_one(dst, strides)
 
-        jobs_at = _address(jobs)
+        jobs_at = address_of_array(jobs)
         return run
 
     def _covers(self, dim: int, params: VectorParams) -> bool:
-        return self._simd and not params.qjl and dim in SIMD_DIMS and params.bits in SIMD_BITS
+        """Whether SIMD kernels do most of the vectors; the generic loops do the rest, and what is not covered."""
+        return self._simd and not params.qjl and dim in (*SIMD_DIMS, *ROW_DIMS) and params.bits in SIMD_BITS
 
-    def _config(self, dim: int, params: VectorParams, *, encoding: bool) -> Any:
-        from tq_offload.kernels.simd.config import KernelConfig, host_lanes, least_wide_dim
+    def _kernels(self, dim: int, params: VectorParams, *, encoding: bool) -> Any:
+        from tq_offload.kernels.simd.kernels import simd_kernels
 
-        lanes = (self._lanes or host_lanes()) if dim >= least_wide_dim(params.bits, encoding=encoding) else 8
-        lsq = encoding and params.rule == "lsq"
-        return KernelConfig(dim, params.bits, params.dtype != "bfloat16", lsq, self._permute, lanes)
-
-
-@lru_cache(maxsize=64)
-def _signs(seed: int, dim: int) -> Array:
-    """Signs of all stages, f32 [8, D and zeros up to a multiple of eight]."""
-    table = np.zeros((2 * rotation.SKETCH_STAGE, -(-dim // 8) * 8), np.float32)
-    for stage, row in enumerate(table):
-        row[:dim] = rotation.signs(seed, stage, dim)
-    return table
-
-
-@lru_cache(maxsize=64)
-def _sign_bits(seed: int, dim: int, lanes: int) -> Array:
-    """Sign bits of stage 0 as u32 [D], paired (see `SimdTables`)."""
-    bits = rotation.signs(seed, 0, dim).view(np.uint32) & np.uint32(0x80000000)
-    return np.ascontiguousarray(bits.reshape(-1, lanes, 2).swapaxes(1, 2)).reshape(-1)
-
-
-def _tables(params: VectorParams, dim: int) -> tuple[Any, list[Array]]:
-    """Addresses for the generic loops, and the arrays that must be kept alive meanwhile."""
-    from tq_offload.kernels.simd.cells import cells
-    from tq_offload.kernels.stream_loops import Tables
-
-    table = cells(params.bits)
-    held = [_signs(params.seed, dim), codebook.levels(params.bits), table.inside, table.base]
-    signs, levels, inside, base = map(_address, held)
-    return Tables(signs, levels, inside, base, len(table.base), np.float32(table.density)), held
-
-
-def _simd_tables(params: VectorParams, config: Any, *, encoding: bool) -> tuple[Any, list[Array]]:
-    """The same for the SIMD kernels."""
-    from tq_offload.kernels.simd.cells import cells
-    from tq_offload.kernels.simd.driver import SimdTables
-
-    table, levels = cells(params.bits), codebook.levels(params.bits)
-    positive = levels[1 << (params.bits - 1) :]
-    held = [
-        _sign_bits(params.seed, config.dim, config.lanes),
-        table.inside,
-        table.base,
-        positive if encoding else levels,
-    ]
-    return SimdTables(*map(_address, held)), held
-
-
-def _address(array: Array | None) -> int:
-    """Address of the first element; 0 for None."""
-    return 0 if array is None else int(array.__array_interface__["data"][0])
+        return simd_kernels(dim, params, encoding=encoding, permute=self._permute, lanes=self._lanes)
 
 
 def _grid(flat: Array, stream: Stream) -> Any:
@@ -211,7 +156,7 @@ def _grid(flat: Array, stream: Stream) -> Any:
 
     size = flat.itemsize
     return Grid(
-        _address(flat) + stream.offset * size,
+        address_of_array(flat) + stream.offset * size,
         stream.planes,
         stream.tokens,
         stream.vectors,
@@ -230,23 +175,23 @@ def _coding(params: VectorParams, sections: Sections, only: Array | None = None)
     return Coding(
         params.bits,
         RULES.index(params.rule),
-        _address(means),
-        _address(sections.scales),
-        _address(sections.codes),
-        _address(only),
+        address_of_array(means),
+        address_of_array(sections.scales),
+        address_of_array(sections.codes),
+        address_of_array(only),
         np.float32(alpha),
         np.float32(beta),
         params.outliers,
-        _address(sections.outlier_channels),
-        _address(sections.outlier_ranges),
-        _address(sections.outlier_codes),
+        address_of_array(sections.outlier_channels),
+        address_of_array(sections.outlier_ranges),
+        address_of_array(sections.outlier_codes),
     )
 
 
 def _sketch(params: VectorParams, sections: Sections) -> Any:
     from tq_offload.kernels.stream_loops import Sketch
 
-    return Sketch(_address(sections.sketch_scales), _address(sections.sketch)) if params.qjl else None
+    return Sketch(address_of_array(sections.sketch_scales), address_of_array(sections.sketch)) if params.qjl else None
 
 
 _ITEM_SIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -272,13 +217,6 @@ def _check_buffer(flat: Array, params: VectorParams, end: int, least_stride: int
         raise LayoutError(f"vectors up to element {end} leave their buffer of {flat.size} elements")
     if flat.ndim != 1 or not flat.flags.c_contiguous or flat.itemsize != _ITEM_SIZES.get(params.dtype):
         raise LayoutError(f"the buffer must be 1-D, contiguous and of the item size of {params.dtype}")
-
-
-def _written_as(params: VectorParams) -> Any:
-    """The format that decoded vectors are converted to apart; None: the kernel writes bfloat16 and float32 itself."""
-    from tq_offload.kernels.simd.config import FORMATS
-
-    return None if params.dtype in ("bfloat16", "float32") else FORMATS[params.dtype]
 
 
 def _kind(params: VectorParams) -> tuple[str, int, int, int]:

@@ -24,7 +24,7 @@ BATCH = 16
 FIELD_BYTES = 4 * BATCH
 MASK = ir.IntType(BATCH)
 FIELDS = 8
-NV, NU, TOP, SIGMA, INVERSE, TC, CC, TT = range(FIELDS)  # as in the wire format; TOP is max |y|
+NV, NU, LARGEST, SIGMA, INVERSE, TC, CC, TT = range(FIELDS)  # as in the wire format; LARGEST is max |y|
 
 
 def _lanes(context: Any, builder: Any) -> Lanes:
@@ -70,7 +70,7 @@ def shortened(_context: Any, _batch: Any) -> Any:
 
 @intrinsic
 def fit_ranges(_context: Any, config: Any, _batch: Any, _alpha: Any, _beta: Any) -> Any:
-    """(config, batch, alpha, beta): step 4, from NV, NU and TOP to SIGMA and INVERSE."""
+    """(config, batch, alpha, beta): step 4, from NV, NU and LARGEST to SIGMA and INVERSE."""
 
     def codegen(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
         v = _lanes(context, builder)
@@ -78,7 +78,7 @@ def fit_ranges(_context: Any, config: Any, _batch: Any, _alpha: Any, _beta: Any)
         nv, nu = field(v, batch, NV), field(v, batch, NU)
         n = v.b.select(v.b.fcmp_ordered("<", nu, nv), nu, nv)
         inverse = v.b.fdiv(v.f(1.0), v.square_root(n))
-        stretch = v.b.fmul(v.b.fmul(field(v, batch, TOP), inverse), v.broadcast(beta))
+        stretch = v.b.fmul(v.b.fmul(field(v, batch, LARGEST), inverse), v.broadcast(beta))
         stretch = v.b.fadd(stretch, v.broadcast(alpha))
         sigma = v.b.fmul(v.square_root(v.b.fmul(n, v.f(1.0 / config.config.dim))), stretch)
         v.store(sigma, batch, FIELD_BYTES * SIGMA)

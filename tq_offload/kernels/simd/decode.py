@@ -14,7 +14,7 @@ from tq_offload.kernels.simd.elements import store_pair
 from tq_offload.kernels.simd.tile import Tile, paired
 from tq_offload.kernels.simd.vector import I8, Lanes, gather
 
-__all__ = ["decode_vector"]
+__all__ = ["decode_vector", "level_of"]
 
 
 @intrinsic
@@ -85,7 +85,7 @@ def _block_levels(v: Lanes, settings: KernelConfig, codes: Any, block: int, leve
     regs = []
     for code in range(8):
         word, at = (low, code * bits) if (code + 1) * bits <= 32 else (high, code * bits - 8 * max(bits - 4, 0))
-        regs.append(_level(v, bits, word, at, levels))
+        regs.append(level_of(v, bits, word, at, levels))
     return regs
 
 
@@ -94,7 +94,7 @@ def _short_block_levels(v: Lanes, settings: KernelConfig, codes: Any, levels: An
     bits = settings.bits
     words = v.load(codes, 0, ir.VectorType(ir.IntType(4 * bits), v.lanes))
     words = v.b.zext(words, v.iv) if bits < 8 else words
-    return [_level(v, bits, words, code * bits, levels) for code in range(4)]
+    return [level_of(v, bits, words, code * bits, levels) for code in range(4)]
 
 
 def _words(v: Lanes, raw: Any, bits: int, start: int) -> Any:
@@ -103,7 +103,7 @@ def _words(v: Lanes, raw: Any, bits: int, start: int) -> Any:
     return v.b.bitcast(v.shuffle(raw, raw, picked), v.iv)
 
 
-def _level(v: Lanes, bits: int, word: Any, at: int, levels: Any) -> Any:
+def level_of(v: Lanes, bits: int, word: Any, at: int, levels: Any) -> Any:
     """Levels of the codes that lie `at` bits up in each lane of `word`."""
     table = [float(x) for x in codebook.levels(bits)]
     index = v.b.lshr(word, v.i(at)) if at else word
@@ -125,7 +125,7 @@ def _natural_levels(v: Lanes, settings: KernelConfig, codes: Any, levels: Any) -
             picked = [s + min(byte, size - 1) for s in starts for byte in range(4)]
             word = v.b.bitcast(v.shuffle(raw, raw, picked), v.iv)
             shifts = [(2 * lane + odd) * bits - 8 * s for lane, s in enumerate(starts)]
-            regs.append(_level(v, bits, _shift_to(v, word, shifts, bits), 0, levels))
+            regs.append(level_of(v, bits, _shift_to(v, word, shifts, bits), 0, levels))
     return regs
 
 

@@ -20,7 +20,7 @@ from tq_offload.kernels.simd.elements import load_pair
 from tq_offload.kernels.simd.tile import Tile, paired
 from tq_offload.kernels.simd.vector import I8, I64, Lanes, gather, halving_tree
 
-__all__ = ["add_elements", "quantise", "rotate", "squared_norms"]
+__all__ = ["add_elements", "pack_codes", "quantise", "quantised", "rotate", "squared_norms"]
 
 
 def _emitter(context: Any, builder: Any, config: Any) -> tuple[Lanes, KernelConfig]:
@@ -126,13 +126,13 @@ def quantise(
 
         def products(i: int) -> list[Any]:
             t = v.b.fmul(v.load(y, 4 * v.lanes * i, v.fv), inverses)
-            codes[i], t, c = _quantised(v, settings.bits, t, inside, base, levels)
+            codes[i], t, c = quantised(v, settings.bits, t, inside, base, levels)
             return [v.b.fmul(t, c), v.b.fmul(c, c)] + ([] if settings.lsq else [v.b.fmul(t, t)])
 
         sums = halving_tree(products, v.b.fadd, len(codes))
         many = 32 // v.lanes
         for first in range(0, len(codes), many):
-            _pack(v, settings.bits, codes[first : first + many], out_codes, first * v.lanes * settings.bits // 8)
+            pack_codes(v, settings.bits, codes[first : first + many], out_codes, first * v.lanes * settings.bits // 8)
         for k, total in enumerate([*v.horizontal_sums(*sums[:2]), *v.horizontal_sums(sums[-1], sums[-1])][: len(sums)]):
             v.store(total, out, FIELD_BYTES * (TC + k))
         return context.get_dummy_value()
@@ -141,7 +141,7 @@ def quantise(
     return types.void(config, i64, types.float32, i64, i64, i64, i64, i64), codegen
 
 
-def _quantised(v: Lanes, bits: int, t: Any, inside: Any, base: Any, levels: Any) -> tuple[Any, Any, Any]:
+def quantised(v: Lanes, bits: int, t: Any, inside: Any, base: Any, levels: Any) -> tuple[Any, Any, Any]:
     """(codes as i32, t, c) of a register of coordinates; t and c both as they are, or both as magnitudes.
 
     Ties, and both zeros, go to the lower code.
@@ -184,7 +184,7 @@ def _by_cells(v: Lanes, bits: int, t: Any, inside: Any, base: Any, levels: Any) 
     return v.b.xor(k, flip), t, c
 
 
-def _pack(v: Lanes, bits: int, codes: list[Any], address: Any, offset: int) -> None:
+def pack_codes(v: Lanes, bits: int, codes: list[Any], address: Any, offset: int) -> None:
     """Pack up to 32 codes in registers: a 64-bit lane for every eight, squeezed in three steps."""
     while len(codes) > 1:
         codes = [v.shuffle(a, b, list(range(2 * a.type.count))) for a, b in zip(codes[0::2], codes[1::2], strict=True)]

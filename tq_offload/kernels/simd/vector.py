@@ -54,6 +54,7 @@ class Lanes:
         self.fv, self.iv = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
         features = context.codegen().magic_tuple()[2].split(",")
         self._permute = permute and ("+avx2" if lanes == LANES else "+avx512f") in features
+        self._fused = "+fma" in features
 
     def f(self, value: float | Sequence[float]) -> Any:
         """f32 constant in all lanes, or one constant for each lane."""
@@ -103,6 +104,14 @@ class Lanes:
     def fence(self, x: Any) -> Any:
         """x; keeps LLVM from making x86's slow horizontal adds of a shuffle and an addition."""
         return self.b.call(self._intrinsic(f"llvm.arithmetic.fence.v{self.lanes}f32", self.fv, [self.fv]), [x])
+
+    def add_flipped(self, x: Any, y: Any, flips: Sequence[bool]) -> Any:
+        """x + y, with the sign of y flipped in some lanes. A fused product by 1 or -1 rounds as the sum alone does."""
+        if self._fused:
+            fma = self._intrinsic(f"llvm.fma.v{self.lanes}f32", self.fv, [self.fv] * 3)
+            return self.b.call(fma, [y, self.f([-1.0 if flip else 1.0 for flip in flips]), x])
+        flipped = self.b.xor(self.as_int(y), self.i([0x80000000 if flip else 0 for flip in flips]))
+        return self.b.fadd(x, self.as_float(flipped))
 
     def lane_mask(self, condition: Any) -> Any:
         """All bits set in the lanes where the condition holds."""
@@ -198,9 +207,9 @@ class Lanes:
 
 def gather(v: Lanes, table: Any, index: Any) -> Any:
     """f32 table[index] in every lane, from memory."""
-    out = ir.Constant(v.fv, ir.Undefined)
-    for lane in range(v.lanes):
-        i = v.b.zext(v.lane(index, lane), I64)
-        at = v.b.add(table, v.b.shl(i, ir.Constant(I64, 2)))
-        out = v.b.insert_element(out, v.load(at, 0, F32), ir.Constant(I32, lane))
-    return out
+    pointers, mask = ir.VectorType(F32.as_pointer(), v.lanes), ir.VectorType(ir.IntType(1), v.lanes)
+    at = v.b.gep(v.b.inttoptr(table, F32.as_pointer()), [index], source_etype=F32)
+    at.type = pointers  # llvmlite does not know that an address and a vector of indices make a vector of addresses
+    every = ir.Constant(mask, [ir.Constant(ir.IntType(1), 1)] * v.lanes)
+    loads = v._intrinsic(f"llvm.masked.gather.v{v.lanes}f32.v{v.lanes}p0", v.fv, [pointers, I32, mask, v.fv])
+    return v.b.call(loads, [at, ir.Constant(I32, 4), every, ir.Constant(v.fv, ir.Undefined)])
