@@ -31,6 +31,8 @@ from tq_offload.bitpack import unpack
 from tq_offload.errors import NonFiniteError
 from tq_offload.kernels import Stream, numba_tables
 from tq_offload.kernels.cpu_numba import ROW_DIMS, SIMD_BITS, SIMD_DIMS, NumbaBackend
+from tq_offload.quantizer import hsum
+from tq_offload.rotation import block_size
 
 __all__ = ["one_torch_thread"]
 
@@ -119,6 +121,49 @@ def test_decoding_scales_that_reach_the_clamp() -> None:
         REFERENCE.decode(first, stream, replace(DEFAULTS, dtype=dtype), s)
         NUMBA.decode(second, stream, replace(DEFAULTS, dtype=dtype), s)
         np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-38, 1e-42, 1e30, 3e38])
+def test_outlier_channels_of_any_size(scale: float) -> None:
+    for dtype in ("bfloat16", "float32"):
+        x = torch.randn(2, 70, 2, 80, generator=torch.Generator().manual_seed(1)).clamp(-1, 1)
+        x[..., 5] *= scale
+        x[..., 7] = scale  # a constant: no range
+        x[:, :3] *= 1e-3
+        assert_same(chunk_of(x.to(getattr(torch, dtype))), replace(DEFAULTS, dtype=dtype, outliers=4))
+
+
+def test_decoding_ranges_that_reach_the_clamp() -> None:
+    for dtype in ("bfloat16", "float32"):
+        params = replace(DEFAULTS, dtype=dtype, outliers=4)
+        c = chunk(2, 9, 2, 80, dtype)
+        s = sections(c.stream, params)
+        REFERENCE.encode(c.flat, c.stream, params, s)
+        assert s.outlier_ranges is not None
+        s.outlier_ranges[0, ..., 0], s.outlier_ranges[0, ..., 1] = 1.69e38, 1e36
+        first, second = c.flat.copy(), c.flat.copy()
+        REFERENCE.decode(first, c.stream, params, s)
+        NUMBA.decode(second, c.stream, params, s)
+        np.testing.assert_array_equal(first.view(np.uint8), second.view(np.uint8))
+
+
+@pytest.mark.parametrize("lanes", [8, 16])
+def test_the_order_of_additions(lanes: int) -> None:
+    """Few codes and scales show one addition in another order; the sums do."""
+    from tq_offload.kernels.simd.config import KernelConfig
+    from tq_offload.kernels.simd.rows import sums_of
+
+    @numba.njit
+    def both_sums(config, a, b, dim, block, out):  # type: ignore[no-untyped-def]
+        sums_of(config, a, b, dim, block, out)
+
+    config, random = KernelConfig(lanes=lanes), np.random.Generator(np.random.PCG64(6))
+    for dim in SOME_DIMS:
+        if dim % lanes == 0:
+            rows = (random.standard_normal((2, dim)) ** 2).astype(np.float32)
+            wanted, out = hsum(torch.from_numpy(rows.copy())).numpy(), np.zeros(2, np.float32)
+            both_sums(config, address(rows[0]), address(rows[1]), dim, block_size(dim), address(out))
+            np.testing.assert_array_equal(out, wanted, f"D = {dim}")
 
 
 @CELLS
