@@ -81,6 +81,8 @@ class Sections:
 
 def split_planes(stream: Stream, sections: Sections, parts: int) -> list[tuple[Stream, Sections]]:
     """The stream in up to `parts` runs of planes, each with its part of the sections."""
+    if parts == 1:
+        return [(stream, sections)]
     found = []
     bounds = [stream.planes * i // parts for i in range(parts + 1)]
     for start, stop in pairwise(bounds):
