@@ -130,7 +130,7 @@ def quantise(
             return [v.b.fmul(t, c), v.b.fmul(c, c)] + ([] if settings.lsq else [v.b.fmul(t, t)])
 
         sums = halving_tree(products, v.b.fadd, len(codes))
-        many = 32 // v.lanes
+        many = 4 if settings.bits == 4 else 32 // v.lanes
         for first in range(0, len(codes), many):
             pack_codes(v, settings.bits, codes[first : first + many], out_codes, first * v.lanes * settings.bits // 8)
         for k, total in enumerate([*v.horizontal_sums(*sums[:2]), *v.horizontal_sums(sums[-1], sums[-1])][: len(sums)]):
@@ -185,7 +185,24 @@ def _by_cells(v: Lanes, bits: int, t: Any, inside: Any, base: Any, levels: Any) 
 
 
 def pack_codes(v: Lanes, bits: int, codes: list[Any], address: Any, offset: int) -> None:
-    """Pack up to 32 codes in registers: a 64-bit lane for every eight, squeezed in three steps."""
+    """Pack the codes of one, two or four registers, 32 codes at most but for four bits."""
+    (_pack_nibbles if bits == 4 else _pack_any)(v, bits, codes, address, offset)
+
+
+def _pack_nibbles(v: Lanes, _bits: int, codes: list[Any], address: Any, offset: int) -> None:
+    """Codes of four bits: byte k of a lane is the code of register k; then every two lanes become one."""
+    word = codes[0]
+    for k, code in enumerate(codes[1:], 1):
+        word = v.b.or_(word, v.b.shl(code, v.i(8 * k)))
+    lanes, count = v.lanes // 2, len(codes)
+    two = v.b.bitcast(word, ir.VectorType(I64, lanes))
+    two = v.b.or_(two, v.b.lshr(two, _splat64(two.type, 28)))
+    raw = v.b.bitcast(v.b.trunc(two, ir.VectorType(ir.IntType(8 * count), lanes)), ir.VectorType(I8, count * lanes))
+    v.store(v.shuffle(raw, raw, [count * lane + k for k in range(count) for lane in range(lanes)]), address, offset)
+
+
+def _pack_any(v: Lanes, bits: int, codes: list[Any], address: Any, offset: int) -> None:
+    """A 64-bit lane for every eight codes, squeezed in three steps."""
     while len(codes) > 1:
         codes = [v.shuffle(a, b, list(range(2 * a.type.count))) for a, b in zip(codes[0::2], codes[1::2], strict=True)]
     count = codes[0].type.count
