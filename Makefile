@@ -1,4 +1,4 @@
-# What CI runs, and nothing else. TQ_PYTHON=/path/to/python uses an environment of your own instead of making .venv.
+# Everything there is to run; .ci/run names what CI runs. TQ_PYTHON=/path/to/python uses an environment of your own instead of making .venv.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-builtin-rules
@@ -52,7 +52,7 @@ demo-short: $(READY) ## The same with naive and turboquant only; what CI runs
 demo-tiers: $(READY) ## Real vLLM with LMCache inside it: bytes held by RAM, disk and Redis, hits, restart (DEMO_ARGS="--mode in-process,multi-process")
 	$(PYTHON) -m benchmarks.tiers $(DEMO_ARGS)
 
-demo-tiers-short: $(READY) ## The same with turboquant only; what CI runs
+demo-tiers-short: $(READY) ## The same with turboquant only
 	$(PYTHON) -m benchmarks.tiers --short $(DEMO_ARGS)
 
 bench-codec: $(READY) $(PEERS)/.stamp ## Speed of the codec beside LMCache's fp8, other packages, zstd and memcpy (BENCH_ARGS="--head-dim 128")

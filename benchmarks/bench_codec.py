@@ -35,7 +35,7 @@ from benchmarks.cores import pinned_pool
 from benchmarks.peak_memory import MALLOC
 from benchmarks.quality.peers import NotInstalledError
 from benchmarks.render_docs import update
-from benchmarks.samples import Quantiles, where, write_results
+from benchmarks.samples import Quantiles, where, whole, write_results
 from tq_offload.codec import TurboQuantCodec
 from tq_offload.kernels.cpu_numba import NumbaBackend
 from tq_offload.spec import CodecSpec
@@ -162,13 +162,15 @@ def in_a_process(args: argparse.Namespace, part: str, **env: str) -> Any:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Command line; `args.partial`: something else than what the results files are for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--head-dim", type=int, help=f"this one alone (all of {', '.join(map(str, HEAD_DIMS))})")
-    parser.add_argument("--bits", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--threads", type=int, default=2, help="of the second row; 1 leaves it out")
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument(
+        "--head-dim", type=whole(1, 1024), help=f"this one alone (all of {', '.join(map(str, HEAD_DIMS))})"
+    )
+    parser.add_argument("--bits", type=whole(1, 8), default=4)
+    parser.add_argument("--tokens", type=whole(1), default=256)
+    parser.add_argument("--layers", type=whole(1), default=28)
+    parser.add_argument("--heads", type=whole(1), default=8)
+    parser.add_argument("--threads", type=whole(1, 256), default=2, help="of the second row; 1 leaves it out")
+    parser.add_argument("--repeats", type=whole(3), default=15)
     parser.add_argument("--only-ours", action="store_true", help="the SIMD kernels, fp8 and memcpy only")
     parser.add_argument("--part", choices=("rates", "memory"), help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="with --head-dim: also write the results here")

@@ -42,7 +42,7 @@ def main(
     codec: Annotated[Path | None, typer.Option(help="Rates from this file of bench_codec instead.")] = None,
     tokens: Annotated[str, typer.Option(help="Lengths of the prefix, comma-separated.")] = TOKENS,
     threads: Annotated[str, typer.Option(help="Threads that decode, comma-separated.")] = THREADS,
-    rounds: Annotated[int, typer.Option(help="Rounds of the measurement.")] = 15,
+    rounds: Annotated[int, typer.Option(min=3, help="Rounds of the measurement.")] = 15,
     ttft: Annotated[Path, typer.Option(help="Loads to predict: what bench_ttft wrote.")] = TTFT,
     check: Annotated[bool, typer.Option("--check", help="Fail when a check is missed.")] = False,
     no_write: Annotated[bool, typer.Option("--no-write", help="Print only.")] = False,
@@ -130,17 +130,21 @@ def read_rates(path: Path) -> dict[int, CodecRate]:
     """The rates of decoding in a file of `bench_codec`, by head_dim.
 
     Raises:
-        SystemExit: There is none with one thread in it.
+        SystemExit: It is no such file, or has no rate of one thread.
     """
-    found: Any = json.loads(path.read_text(encoding="utf-8"))
     rates = {}
-    for row in found["rows"]:
-        method = re.fullmatch(r"turboquant(?:, (\d+) threads)? decode", row["method"])
-        if method:
-            rates[int(method[1] or 1)] = float(row["median"]) * 1e9
-    if 1 not in rates:
-        raise SystemExit(f"{path}: no rate of decoding with one thread")
-    return {int(found["settings"]["head_dim"]): CodecRate(rates, path.name)}
+    try:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        head_dim = int(found["settings"]["head_dim"])
+        for row in found["rows"]:
+            method = re.fullmatch(r"turboquant(?:, (\d+) threads)? decode", row["method"])
+            if method:
+                rates[int(method[1] or 1)] = float(row["median"]) * 1e9
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SystemExit(f"{path}: not what bench_codec writes: {type(error).__name__}: {error}") from error
+    if 1 not in rates or min(rates.values()) <= 0:
+        raise SystemExit(f"{path}: no rate of decoding with one thread, or one that is not above 0")
+    return {head_dim: CodecRate(rates, path.name)}
 
 
 def _numbers(text: str, option: str) -> list[int]:

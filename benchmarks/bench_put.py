@@ -23,7 +23,7 @@ from rich.console import Console
 
 from benchmarks import put_report
 from benchmarks.render_docs import update
-from benchmarks.samples import Check, Quantiles, show_checks, write_results
+from benchmarks.samples import Check, Quantiles, show_checks, whole, write_results
 
 ENCODE, CALL = "encode", "store call"
 CEILING = 0.10  # of encoding in the engine's thread, for --check
@@ -108,7 +108,7 @@ def measure(engine: Engine, count: int, rounds: int) -> dict[str, list[float]]:
 def main() -> None:
     """Measure, print, write, check."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=whole(3), default=7)
     parser.add_argument("--chunks", type=int, default=6, help="chunks a call; another number prints only")
     parser.add_argument("--redis-url", help="also store there; prints only")
     parser.add_argument("--check", action="store_true", help=f"fail above {CEILING:.0%}")

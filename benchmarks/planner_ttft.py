@@ -117,15 +117,20 @@ def read_runs(path: Path) -> Measured:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
         host, mbit = content["host"], content["link"]["measured_mbit"]
         runs = {name: [_run(one) for one in found] for name, found in content["runs"].items()}
-        return Measured(str(host["cpu"]), int(host["cores"]), {k: float(v) for k, v in mbit.items()}, runs)
+        speeds = {link: float(value) for link, value in mbit.items()}
+        if min(speeds.values(), default=1.0) <= 0:
+            raise ValueError(f"links of {speeds} Mbit/s")
+        return Measured(str(host["cpu"]), int(host["cores"]), speeds, runs)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SystemExit(f"{path}: not what bench_ttft writes: {type(error).__name__}: {error}") from error
 
 
 def _run(content: Mapping[str, Any]) -> Run:
     hits = {place: Hits(**one) for place, one in content["hits"].items()}
-    way, fixed = Way(**content["way"]), Hits(**content["fixed"])
-    return Run(way, int(content["tokens"]), float(content["cold_s"]), fixed, hits)
+    way, fixed, tokens = Way(**content["way"]), Hits(**content["fixed"]), int(content["tokens"])
+    if tokens < CHUNK_TOKENS or any(not one.ttft_s or min(one.ttft_s) <= 0 for one in (fixed, *hits.values())):
+        raise ValueError(f"a run of {tokens} tokens without a whole chunk, or hits without times")
+    return Run(way, tokens, float(content["cold_s"]), fixed, hits)
 
 
 def predict(measured: Measured, rates: Mapping[str, CodecRate]) -> list[Prediction]:

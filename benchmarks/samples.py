@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,6 +33,7 @@ __all__ = [
     "show_checks",
     "svg",
     "where",
+    "whole",
     "within_rounds",
     "write_results",
 ]
@@ -203,3 +204,16 @@ def svg(figure: Any) -> bytes:
     figure.savefig(sink, format="svg", metadata={"Date": None})
     pyplot.close(figure)
     return sink.getvalue()
+
+
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """For argparse: a whole number within bounds."""
+
+    def parse(text: str) -> int:
+        number = int(text)
+        if number < least or (most is not None and number > most):
+            raise ValueError
+        return number
+
+    parse.__name__ = f"whole number from {least}" + (f" to {most}" if most is not None else "")
+    return parse

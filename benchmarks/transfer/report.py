@@ -177,7 +177,7 @@ def readme(files: Mapping[str, Any]) -> dict[str, str]:
     text = [
         paragraph(
             f"Through the stores, puts / gets in GB/s of uncompressed bf16 ({run.shape.model}, chunks of",
-            f"{run.shape.tokens} tokens; `make bench-transfer`):",
+            f"{run.shape.tokens} tokens; `make bench-transfer`; ratios are medians within rounds):",
         ), "",
         *markdown_table(("place", "workers", "naive", OURS, "times naive", "fewer bytes stored"), cells),
     ]  # fmt: skip

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -80,7 +85,76 @@ def test_a_forked_process_does_them_itself() -> None:
     pool.run([lambda: None] * 3)  # its threads are there, and will not be in the child
     child = os.fork()
     if not child:
-        done: list[int] = []
-        pool.run([lambda i=i: done.append(i) for i in range(10)])  # type: ignore[misc]
-        os._exit(0 if sorted(done) == list(range(10)) else 1)
+        os._exit(_exit_status_of_ten_jobs(pool))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_threads_that_cannot_be_started_are_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were started before the limit have ended on return, too."""
+    submit, asked = ThreadPoolExecutor.submit, []
+
+    def limited(self: ThreadPoolExecutor, *args: Any) -> Any:
+        if asked:
+            raise RuntimeError("can't start new thread")
+        asked.append(submit(self, *args))
+        return asked[0]
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", limited)
+    done: list[int] = []
+
+    def job(i: int) -> Callable[[], None]:
+        return lambda: (time.sleep(0.01), done.append(i))[1]
+
+    JobPool(4).run([job(i) for i in range(10)])
+    assert sorted(done) == list(range(10))
+
+
+def test_an_executor_that_was_shut_down_is_done_without() -> None:
+    pool, done = JobPool(2), []
+    pool.run([lambda: None] * 2)
+    pool._executor().shutdown()
+    pool.run([lambda i=i: done.append(i) for i in range(5)])  # type: ignore[misc]
+    assert sorted(done) == list(range(5))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pool: pickle.loads(pickle.dumps(pool))])
+def test_a_copy_has_threads_of_its_own(copied: Callable[[JobPool], JobPool]) -> None:
+    pool = JobPool(3)
+    pool.run([lambda: None] * 3)
+    other = copied(pool)
+    other.run([lambda: None] * 3)
+    assert other.threads == 3
+    assert other._executor() is not pool._executor()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_process_forked_while_jobs_are_handed_out_does_not_hang() -> None:
+    pool, stop = JobPool(2), threading.Event()
+
+    def go_on() -> None:
+        while not stop.is_set():
+            pool.run([lambda: None] * 8)
+
+    busy = threading.Thread(target=go_on)
+    busy.start()
+    try:
+        for _ in range(20):
+            child = os.fork()
+            if not child:
+                os._exit(_exit_status_of_ten_jobs(pool))
+            end = time.monotonic() + 30
+            while not (waited := os.waitpid(child, os.WNOHANG))[0]:
+                if time.monotonic() > end:
+                    os.kill(child, 9)
+                time.sleep(0.001)
+            assert os.waitstatus_to_exitcode(waited[1]) == 0
+    finally:
+        stop.set()
+        busy.join()
+
+
+def _exit_status_of_ten_jobs(pool: JobPool) -> int:
+    done: list[int] = []
+    pool.run([lambda i=i: done.append(i) for i in range(10)])  # type: ignore[misc]
+    return 0 if sorted(done) == list(range(10)) else 1

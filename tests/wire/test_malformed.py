@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable
 
 import msgpack
+import numpy as np
 import pytest
 import torch
 import xxhash
@@ -202,6 +203,26 @@ def test_outlier_channels_that_no_encoder_writes(section: str, offset: int, valu
     frame = bytes(codec.encode([X], LAYOUT, key=KEY, model=MODEL))
     at = getattr(make_plan(codec.spec, LAYOUT).groups[0][0], section).offset + offset
     assert isinstance(fails(sealed(frame[:at] + value + frame[at + 2 :])), FrameContentError)
+
+
+def test_an_outlier_channel_with_a_mean_is_not_what_an_encoder_writes() -> None:
+    """Backends would differ: the kernels put the coarse value in the place of the mean."""
+    x = make_tensor((2, 1, 64, 32))
+    layout, codec = layout_of(x, head_dim=32), TurboQuantCodec(CodecSpec(key_outliers=3), "reference")
+    frame = bytes(codec.encode([x], layout))
+    plan = make_plan(codec.spec, layout).groups[0][0]
+    assert plan.means is not None
+    assert plan.outlier_channels is not None
+    channels = np.frombuffer(frame, np.uint16, 3, plan.outlier_channels.offset)
+    for channel in range(32):
+        at = plan.means.offset + 2 * channel
+        data, target = sealed(frame[:at] + b"\x80\x3f" + frame[at + 2 :]), torch.full_like(x, 3)
+        if channel in channels:
+            with pytest.raises(FrameContentError):
+                codec.decode_into(data, [target])
+            assert torch.equal(target, torch.full_like(x, 3))
+        else:
+            codec.decode_into(data, [target])
 
 
 def mutations() -> list[Callable[[random.Random, bytearray], None]]:

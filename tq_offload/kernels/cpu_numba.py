@@ -219,8 +219,8 @@ def _check_buffer(flat: Array, params: VectorParams, end: int, least_stride: int
         raise LayoutError(f"the buffer must be 1-D, contiguous and of the item size of {params.dtype}")
 
 
-def _kind(params: VectorParams) -> tuple[str, int, int, int]:
-    return params.dtype, params.bits, params.seed, params.outliers
+def _kind(params: VectorParams) -> tuple[str, int, int, int, bool]:
+    return params.dtype, params.bits, params.seed, params.outliers, params.qjl
 
 
 def _check_sections(stream: Stream, params: VectorParams, sections: Sections) -> None:
