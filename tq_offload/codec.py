@@ -32,7 +32,7 @@ from tq_offload.frame import (
     write_header,
 )
 from tq_offload.jobs import JobPool
-from tq_offload.kernels import Backend, Sections, device, get_backend, host
+from tq_offload.kernels import Backend, device, get_backend, host
 from tq_offload.layout import ChunkLayout, GroupLayout, dtype_name
 from tq_offload.spec import MEAN_MIN_TOKENS, CodecSpec
 
@@ -278,16 +278,8 @@ def _check_content(plan: FramePlan, frame: Array) -> None:
             for section in (p.means, p.scales, p.sketch_scales):
                 if section is not None and not all_finite(section_view(frame, section, np.uint16), "bfloat16"):
                     raise FrameContentError("a scale or mean is not finite")
-            sections = host.stream_sections(p, frame)
-            if not sections.outliers_fit(p.coded.dim) or _outliers_have_means(sections):
+            if not host.stream_sections(p, frame).outliers_fit(p.coded.dim):
                 raise FrameContentError("the outlier channels are not what an encoder writes")
-
-
-def _outliers_have_means(sections: Sections) -> bool:
-    """Never true of what an encoder wrote."""
-    if sections.means is None or sections.outlier_channels is None:
-        return False
-    return bool(np.take_along_axis(sections.means, sections.outlier_channels.astype(np.int64), axis=-1).any())
 
 
 def _digest(value: bytes) -> bytes:

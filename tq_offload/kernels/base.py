@@ -71,12 +71,14 @@ class Sections:
     outlier_codes: U8 | None = None
 
     def outliers_fit(self, dim: int) -> bool:
-        """True if the channels ascend inside a vector of `dim` elements and the ranges are finite."""
+        """True if the channels ascend inside a vector of `dim` elements and have no mean, and the ranges are finite."""
         if self.outlier_channels is None or self.outlier_ranges is None:
             return True
         channels = self.outlier_channels.astype(np.int32)
         ascending = bool((np.diff(channels, axis=-1) > 0).all())
-        return ascending and bool((channels < dim).all() and np.isfinite(self.outlier_ranges).all())
+        if not (ascending and (channels < dim).all() and np.isfinite(self.outlier_ranges).all()):
+            return False
+        return self.means is None or not np.take_along_axis(self.means, channels, axis=-1).any()
 
 
 def split_planes(stream: Stream, sections: Sections, parts: int) -> list[tuple[Stream, Sections]]:
