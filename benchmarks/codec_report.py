@@ -16,17 +16,6 @@ MIB = 1 << 20
 OTHERS = ("fp8", "lmcache-turbo-quant-serde", "turboquant")
 WAYS = ("encode", "decode")
 _MEMORY = ("turboquant", "fp8")
-_MEMORY = ("turboquant", "fp8")
-_MEMORY = ("turboquant", "fp8")
-_MEMORY = ("turboquant", "fp8")
-_MEMORY = ("turboquant", "fp8")
-_MEMORY = ("turboquant", "fp8")
-_MEMORY = ("turboquant", "fp8")
-_MEMORY = ("turboquant", "fp8")
-_MEMORY = ("turboquant", "fp8")
-_MEMORY = ("turboquant", "fp8")
-_MEMORY = ("turboquant", "fp8")
-_MEMORY = ("turboquant", "fp8")
 _RANGE, _TICKS = (0.01, 20), (0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 _OURS, _AVX2, _OTHER = "#0b6e4f", "#1f6fb2", "#5b6770"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.client import Completion, complete, post_json, scrape
-from benchmarks.process import DeploymentError, Progress, ServerProcess, free_ports, silent
+from benchmarks.process import DeploymentError, Progress, ServerProcess, free_ports, redis_answers, silent
 
 __all__ = ["CHUNK_TOKENS", "VLLM", "LMCacheServer", "RedisServer", "VLLMEngine", "fs_adapter", "server_environment"]
 
@@ -140,13 +140,7 @@ class RedisServer(ServerProcess):
             return usage
 
     def _healthy(self) -> bool:
-        import redis
-
-        try:
-            with redis.Redis(port=self.port, socket_timeout=2) as client:
-                return bool(client.ping())
-        except redis.RedisError:
-            return False
+        return redis_answers(self.port)
 
 
 class VLLM(ServerProcess):

@@ -18,7 +18,10 @@ from typing import TypeVar
 
 import psutil
 
-__all__ = ["DeploymentError", "Progress", "ServerProcess", "free_ports", "local_http", "silent", "stop_on_signals"]
+__all__ = [
+    "DeploymentError", "Progress", "ServerProcess", "free_ports", "local_http", "redis_answers", "silent",
+    "stop_on_signals",
+]  # fmt: skip
 
 Progress = Callable[[str, float], None]
 """Called about twice a second with what is being waited for and the seconds since that began."""
@@ -55,6 +58,17 @@ def free_ports(count: int) -> list[int]:
         for one in sockets:
             one.bind(("127.0.0.1", 0))
         return [int(one.getsockname()[1]) for one in sockets]
+
+
+def redis_answers(port: int) -> bool:
+    """Whether a Redis server, or what forwards to one, answers at a port of this machine."""
+    import redis
+
+    try:
+        with redis.Redis(port=port, socket_timeout=2) as client:
+            return bool(client.ping())
+    except redis.RedisError:
+        return False
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from benchmarks.process import ServerProcess, free_ports
+from benchmarks.process import ServerProcess, free_ports, redis_answers
 
 __all__ = ["BURST_S", "Bucket", "Forwarder", "ShapedLink"]
 
@@ -150,13 +150,7 @@ class ShapedLink(ServerProcess):
         )
 
     def _healthy(self) -> bool:
-        import redis
-
-        try:
-            with redis.Redis(port=self.port, socket_timeout=2) as client:
-                return bool(client.ping())
-        except redis.RedisError:
-            return False
+        return redis_answers(self.port)
 
 
 def serve(listen_port: int, target_port: int, mbit: float) -> None:

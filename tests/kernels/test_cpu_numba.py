@@ -157,10 +157,11 @@ def test_outlier_channels(dim: int, dtype: str) -> None:
     assert_same(x, replace(params, bits=2, rule="norm", fit_range=False))
 
 
+@pytest.mark.parametrize("dim", [64, 80])
 @pytest.mark.parametrize("scale", [0.0, 1e-38, 1e-42, 1e30, 3e38])
-def test_outlier_channels_of_any_size(scale: float) -> None:
+def test_outlier_channels_of_any_size(scale: float, dim: int) -> None:
     for dtype in ("bfloat16", "float32"):
-        x = torch.randn(2, 70, 2, 64, generator=torch.Generator().manual_seed(1)).clamp(-1, 1)
+        x = torch.randn(2, 70, 2, dim, generator=torch.Generator().manual_seed(1)).clamp(-1, 1)
         x[..., 5] *= scale
         x[..., 7] = scale  # a constant: no range
         x[:, :3] *= 1e-3
@@ -272,12 +273,14 @@ def test_special_values(name: str, dtype: str) -> None:
     assert_same(chunk_of(x[..., :36].contiguous()), replace(DEFAULTS, dtype=dtype))
 
 
-def test_decoding_scales_that_reach_the_clamp() -> None:
-    """Every magnitude that a frame may hold, with and without the mean."""
-    stream = Stream(1, 2 * 0x7F80, 1, 64, 0, 2 * 0x7F80 * 64, 64, 64)
+@pytest.mark.parametrize(("dim", "step"), [(64, 1), (80, 7)])
+def test_decoding_scales_that_reach_the_clamp(dim: int, step: int) -> None:
+    """Every magnitude, or every seventh, that a frame may hold, with and without the mean."""
+    magnitudes = np.arange(0, 0x7F80, step, dtype=np.uint16)
+    stream = Stream(1, 2 * len(magnitudes), 1, dim, 0, 2 * len(magnitudes) * dim, dim, dim)
     params = DEFAULTS
     s = sections(stream, params)
-    magnitudes = np.arange(0x7F80, dtype=np.uint16)
+    assert s.means is not None
     s.scales[...] = np.concatenate([magnitudes, magnitudes | 0x8000]).reshape(s.scales.shape)
     random = np.random.Generator(np.random.PCG64(4))
     s.codes[...] = random.integers(0, 256, s.codes.shape)

@@ -31,6 +31,7 @@ __all__ = ["NumbaBackend"]
 
 SIMD_DIMS = (16, 32, 64, 128, 256, 512)  # a vector is held in registers
 ROW_DIMS = tuple(dim for dim in range(40, 1024, 8) if not is_power_of_two(dim))  # it is a row in memory
+_COVERED = frozenset((*SIMD_DIMS, *ROW_DIMS))
 SIMD_BITS = (1, 2, 3, 4, 8)  # the kernels do 5 to 7 as well; rarely used, they are not worth the compile time
 
 
@@ -143,7 +144,7 @@ class NumbaBackend:
 
     def _covers(self, dim: int, params: VectorParams) -> bool:
         """Whether SIMD kernels do most of the vectors; the generic loops do the rest, and what is not covered."""
-        return self._simd and not params.qjl and dim in (*SIMD_DIMS, *ROW_DIMS) and params.bits in SIMD_BITS
+        return self._simd and not params.qjl and dim in _COVERED and params.bits in SIMD_BITS
 
     def _kernels(self, dim: int, params: VectorParams, *, encoding: bool) -> Any:
         from tq_offload.kernels.simd.kernels import simd_kernels

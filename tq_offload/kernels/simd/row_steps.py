@@ -1,6 +1,6 @@
 """Steps on one register of a row: f32 [D] in memory in natural order, D chosen at run time.
 
-What docs/wire-format.md, sections 3 to 6, has beside butterflies; quantisation is in `quantise_steps`. Steps that read
+What docs/wire-format.md, sections 3 to 6, has beside butterflies; quantisation is in `code_steps`. Steps that read
 or write past the last element of a row need room there.
 """
 
