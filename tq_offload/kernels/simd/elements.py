@@ -74,8 +74,9 @@ def clamped(v: Lanes, fmt: Format, x: Any) -> Any:
 
 def rounded(v: Lanes, bits: Any, shift: int) -> Any:
     """Add what makes a later shift right by `shift` round to nearest even."""
-    odd = v.b.and_(v.b.lshr(bits, v.i(shift)), v.i(1))
-    return v.b.add(v.b.add(bits, v.i((1 << (shift - 1)) - 1)), odd)
+    half = 1 << (shift - 1)
+    odd = v.b.icmp_unsigned("!=", v.b.and_(bits, v.i(1 << shift)), v.i(0))
+    return v.b.add(bits, v.b.select(odd, v.i(half), v.i(half - 1)))
 
 
 def _narrow(v: Lanes, fmt: Format, x: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 from llvmlite import ir
 
 from tq_offload.kernels.simd.config import Format, KernelConfig
+from tq_offload.kernels.simd.elements import rounded
 from tq_offload.kernels.simd.step import ADDRESS, FACTOR, step
 from tq_offload.kernels.simd.vector import I16, I64, Lanes
 
@@ -34,19 +35,13 @@ def store_elements(v: Lanes, fmt: Format, regs: list[Any], at: Any) -> None:
         for k, x in enumerate(regs):
             v.store(x, at, 4 * v.lanes * k)
         return
-    rounded = [_rounded(v, v.as_int(x)) for x in regs]
-    low = v.b.lshr(rounded[0], v.i(16))
+    bits = [rounded(v, v.as_int(x), 16) for x in regs]
+    low = v.b.lshr(bits[0], v.i(16))
     if len(regs) == 1:
         v.store(v.b.trunc(low, ir.VectorType(I16, v.lanes)), at, 0)
         return
-    pairs = v.b.bitcast(v.b.or_(low, v.b.and_(rounded[1], v.i(0xFFFF0000))), ir.VectorType(I16, 2 * v.lanes))
+    pairs = v.b.bitcast(v.b.or_(low, v.b.and_(bits[1], v.i(0xFFFF0000))), ir.VectorType(I16, 2 * v.lanes))
     v.store(v.shuffle(pairs, pairs, [*range(0, 2 * v.lanes, 2), *range(1, 2 * v.lanes, 2)]), at, 0)
-
-
-def _rounded(v: Lanes, bits: Any) -> Any:
-    """f32 bits, of which the upper half is bfloat16 rounded to nearest even."""
-    odd = v.b.icmp_unsigned("!=", v.b.and_(bits, v.i(0x10000)), v.i(0))
-    return v.b.add(bits, v.b.select(odd, v.i(0x8000), v.i(0x7FFF)))
 
 
 @step(result=ADDRESS)
