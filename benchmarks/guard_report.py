@@ -39,12 +39,10 @@ def section(files: Mapping[str, Results]) -> str:
     lines = [
         "## What `tq-offload check` predicts: `make bench-guard`", "",
         paragraph(
-            "SmolLM2-135M as it is, and with constant biases on two RoPE pairs of every head, in rms of the",
-            "keys. Predicted:",
-            "by `tq-offload check` from its default text. Measured: on windows of alice.txt, by the code of `make",
-            "bench-quality`; KL to the unquantised model in nats a token ± its standard error over the tokens,",
-            "and change of",
-            "the perplexity.",
+            "SmolLM2-135M as it is, and with constant biases on two RoPE pairs of every head, in rms of the keys.",
+            "Predicted: by `tq-offload check` from its default text. Measured: on windows of alice.txt, by the code of",
+            "`make bench-quality`; KL to the unquantised model in nats a token ± its standard error over the tokens,",
+            "and change of the perplexity.",
         ), "",
         *markdown_table(_HEADS, _cells(results)), "",
         *check_lines(results["checks"]), "",

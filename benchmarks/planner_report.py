@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from rich.table import Table
 
 from benchmarks import planner_ttft_report
-from benchmarks.doc_sections import markdown_table
+from benchmarks.doc_sections import markdown_table, paragraph
 from benchmarks.planner import LINKS, CodecRate, break_even, load_seconds
 from benchmarks.planner_ttft_report import Against
 from benchmarks.samples import Check, Quantiles, axes, host_line, rich_table, write_results
@@ -198,11 +198,13 @@ def section(files: Mapping[str, Any]) -> str:
     )
     lines = [
         "## Which link, which model: `make bench-model`", "",
-        "A calculation, not a measurement of a deployment: decoding as measured here (median, 20th–80th percentile),",
-        "sizes of whole frames of 256 tokens, speeds of links as they are called. Reading and decoding are added; a",
-        "deployment that does both at once gains more. Break-even: below that speed of the link packed loads sooner.",
-        "~: rates of the most threads measured, scaled in proportion.", "",
-        f"Decoding, GB/s of uncompressed bf16 (× threads): {rates or 'from a file of bench_codec'}.", "",
+        paragraph(
+            "A calculation, not a measurement of a deployment: decoding as measured here (median, 20th–80th",
+            "percentile), sizes of whole frames of 256 tokens, speeds of links as they are called. Reading and",
+            "decoding are added; a deployment that does both at once gains more. Break-even: below that speed of the",
+            "link packed loads sooner. ~: rates of the most threads measured, scaled in proportion.",
+        ), "",
+        paragraph(f"Decoding, GB/s of uncompressed bf16 (× threads): {rates or 'from a file of bench_codec'}."), "",
         *markdown_table(*_model_rows(plan)), "",
     ]  # fmt: skip
     for tokens in plan.tokens:

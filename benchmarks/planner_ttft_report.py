@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.doc_sections import markdown_table
+from benchmarks.doc_sections import markdown_table, paragraph
 from benchmarks.planner import SMOLLM2
 from benchmarks.planner_ttft import (
     CHECKED,
@@ -174,22 +174,27 @@ def markdown(against: Against) -> list[str]:
     """Lines of the section."""
     return [
         "### Predicted and measured", "",
-        f"The same arithmetic for the loads from Redis that `make bench-ttft` measured ({against.source};",
-        f"{SMOLLM2.name}, whole chunks). *Loading alone*: time to the first token less that of a hit in vLLM's prefix",
-        "cache. Speed of the link: what a GET reached in that run. Decoding, GB/s (× threads):",
-        f"{against.decoding}; by as many threads as those deployments decode with.",
-        *([against.other_host] if against.other_host else []), "",
-        "A hit pays more than link and decoding: lookup, and the copy into the engine's pages. The tables above leave",
-        "that out; here it is taken from hits of naive that are not predicted: from CPU RAM, where there is no link,",
-        "in the same mode and of the same length. Nothing is fitted to what is predicted. Seconds, predicted /",
-        "measured (predicted over measured):", "",
+        paragraph(
+            f"The same arithmetic for the loads from Redis that `make bench-ttft` measured ({against.source};",
+            f"{SMOLLM2.name}, whole chunks). *Loading alone*: time to the first token less that of a hit in vLLM's",
+            "prefix cache. Speed of the link: what a GET reached in that run. Decoding, GB/s (× threads):",
+            f"{against.decoding}; by as many threads as those deployments decode with. {against.other_host}",
+        ), "",
+        paragraph(
+            "A hit pays more than link and decoding: lookup, and the copy into the engine's pages. The tables above",
+            "leave that out; here it is taken from hits of naive that are not predicted: from CPU RAM, where there is",
+            "no link, in the same mode and of the same length. Nothing is fitted to what is predicted. Seconds,",
+            "predicted / measured (predicted over measured):",
+        ), "",
         *markdown_table(*_loads(against)), "",
         "The unshaped link is not checked: the speed of one GET is not that of several connections at once.", "",
         "By how many times TQ-Offload loads sooner than naive, predicted / measured:", "",
         *markdown_table(*_ratios(against)), "",
-        "What is added, and the other place to take it from: naive's hits from Redis over the unshaped link, less",
-        "their bytes at the speed of a GET. All three were compared with runs of bench_ttft before the checks were",
-        f"given to CPU RAM. Ranges of predicted over measured; beyond: more than {TOLERANCE:.0%} off.", "",
+        paragraph(
+            "What is added, and the other place to take it from: naive's hits from Redis over the unshaped link, less",
+            "their bytes at the speed of a GET. All three were compared with runs of bench_ttft before the checks were",
+            f"given to CPU RAM. Ranges of predicted over measured; beyond: more than {TOLERANCE:.0%} off.",
+        ), "",
         *markdown_table(*_deliveries(against)), "",
         *_missed(against),
         *check_lines(asdict(one) for one in against.checks), "",

@@ -127,21 +127,20 @@ def section(files: Mapping[str, Results]) -> str:
         "## The resident cache: `make bench-press`", "",
         paragraph(
             f"Memory: {_memory_title(results)}, each case in a process of its own, MB of 10^6 bytes. Resident:",
-            "the sum of",
-            "all storages that can be reached from the cache. Peaks: live tensors, those of the model left",
-            "out; then the",
-            "anonymous memory of the process, above that before, in samples. Layers: of full precision.",
+            "the sum of all storages that can be reached from the cache. Peaks: live tensors, those of the model left",
+            "out; then the anonymous memory of the process, above that before, in samples. Layers: of full precision.",
         ), "",
         *markdown_table(*memory(results)), "",
         "![Resident bytes against the length of the context](press-memory.svg)", "",
         paragraph(
-            f"Predictions: {_quality_title(results)}, weights and K, V in float32; against the unquantised",
-            "cache, KL in",
-            "nats a token.",
+            f"Predictions: {_quality_title(results)}, weights and K, V in float32; against the unquantised cache, KL",
+            "in nats a token.",
         ), "",
         *markdown_table(*quality(results)), "",
-        "Decoding, tokens a second, median (20th to 80th percentile) of the rounds, all caches of a table in turn in",
-        "every round; shares are medians within the rounds.", "",
+        paragraph(
+            "Decoding, tokens a second, median (20th to 80th percentile) of the rounds, all caches of a table in turn",
+            "in every round; shares are medians within the rounds.",
+        ), "",
     ]  # fmt: skip
     for group in _groups(results):
         lines += [f"{_group_title(results, group)}:", "", *markdown_table(*speed(results, group)), ""]
@@ -193,10 +192,9 @@ def _presets(results: Results) -> list[str]:
     )  # fmt: skip
     return [
         paragraph(
-            f"Quality on SmolLM2-135M (head_dim 64), prefix of {s['prefix']:,} tokens of English,",
-            f"{s['scored']} scored,",
-            f"{len(s['starts'])} windows; KL to the unquantised model in nats a token. In brackets: nothing exact",
-            "(`sink_tokens=0, window=0`). Speed: tokens a second by the unpacked cache's in the same run, fp32,",
+            f"Quality on SmolLM2-135M (head_dim 64), prefix of {s['prefix']:,} tokens of English, {s['scored']}",
+            f"scored, {len(s['starts'])} windows; KL to the unquantised model in nats a token. In brackets: nothing",
+            "exact (`sink_tokens=0, window=0`). Speed: tokens a second by the unpacked cache's in the same run, fp32,",
             f"{s['context']:,} tokens, {threads}.",
         ), "",
         *markdown_table(("preset", "smaller", "perplexity", "KL", "speed"), cells), "",

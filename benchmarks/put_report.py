@@ -47,9 +47,8 @@ def section(files: Mapping[str, Results]) -> str:
         paragraph(
             "How long the calling thread is held when LMCache stores a prompt in process, beside encoding the same",
             f"chunks in that thread: {_what(results)}, tiers {', '.join(results['settings']['tiers'])}. Milliseconds a",
-            "chunk, median (20th to 80th percentile) of the rounds; every round takes both ways, and shares",
-            "are within a",
-            "round.",
+            "chunk, median (20th to 80th percentile) of the rounds; every round takes both ways, and shares are within",
+            "a round.",
         ), "",
         *markdown_table(_HEADS, _cells(results)), "",
         *check_lines(results["checks"]), "",

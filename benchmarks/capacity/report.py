@@ -154,21 +154,17 @@ def section(files: Mapping[str, Any]) -> str:
         "## Prefixes in a budget: `make bench-capacity`", "",
         paragraph(
             f"Chunks of {shape['tokens']} tokens of {shape['model']} ({sizes[NAIVE]:,} bytes as they are,",
-            f"{sizes[OURS]:,} packed). Every key has a frame of its own; a store is filled until a put evicts",
-            "its first",
-            "chunk. Seen from outside: growth of the process's memory, allocated blocks of the files.",
+            f"{sizes[OURS]:,} packed). Every key has a frame of its own; a store is filled until a put evicts its",
+            "first chunk. Seen from outside: growth of the process's memory, allocated blocks of the files.",
         ), "",
         *markdown_table(_FILL_HEADS, _fill_rows(filled)), "",
         paragraph(
-            f"Hit rate: a generated trace (seed {s['seed']}) of {s['conversations']:,} conversations of",
-            f"{s['users']} users",
-            f"(Zipf {s['zipf']}), {len(s['systems'])} shared system prompts, a context for each user, growing",
-            "prefixes;",
-            f"{results['requests']:,} requests, prompts of {lengths['p50']:,.0f} tokens",
+            f"Hit rate: a generated trace (seed {s['seed']}) of {s['conversations']:,} conversations of {s['users']}",
+            f"users (Zipf {s['zipf']}), {len(s['systems'])} shared system prompts, a context for each user, growing",
+            f"prefixes; {results['requests']:,} requests, prompts of {lengths['p50']:,.0f} tokens",
             f"({lengths['p20']:,.0f}–{lengths['p80']:,.0f}). The real memory store evicts by last use and counts real",
-            "sizes; its values share one buffer. Hits are whole chunks from the first token on without a gap,",
-            "as a share",
-            "of all tokens of prompts; an answer is stored with the next turn.",
+            "sizes; its values share one buffer. Hits are whole chunks from the first token on without a gap, as a",
+            "share of all tokens of prompts; an answer is stored with the next turn.",
             f"A store without limit finds {unlimited.hit_rate:.1%}.",
         ), "",
         *markdown_table(_HIT_HEADS, _hit_rows(replays)), "",
@@ -194,9 +190,8 @@ def readme(files: Mapping[str, Any]) -> dict[str, str]:
     left = [one.prompt_tokens - one.hit_tokens for one in (naive, ours)]
     text = paragraph(
         f"Tokens of prefix in the same budget ({results['shape']['model']}): {', '.join(times)}. A generated trace of",
-        f"{results['requests']:,} requests, {budget:g} GiB: {naive.hit_rate:.1%} of the prompts' tokens are",
-        "found without",
-        f"and {ours.hit_rate:.1%} with TQ-Offload; {left[0] / left[1]:.2f} times fewer are computed",
+        f"{results['requests']:,} requests, {budget:g} GiB: {naive.hit_rate:.1%} of the prompts' tokens are found",
+        f"without and {ours.hit_rate:.1%} with TQ-Offload; {left[0] / left[1]:.2f} times fewer are computed",
         "(`make bench-capacity`).",
     )
     return {"capacity": text}

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.doc_sections import markdown_table
+from benchmarks.doc_sections import markdown_table, paragraph
 from benchmarks.growth.cases import FITTED, SWEEPS
 from benchmarks.growth.fit import Line
 from benchmarks.growth.result import WAYS, Result, read
@@ -177,26 +177,35 @@ def _plot_memory(result: Result) -> Any:
 
 def _markdown(result: Result, results: Mapping[str, Any]) -> list[str]:
     kept = ["![Extra memory against the size of a chunk](growth-memory.svg)", ""] if result.extra else []
-    refused = "" if result.extra else " Not measured here: the kernel does not let the peak be reset."
+    refused = "" if result.extra else "Not measured here: the kernel does not let the peak be reset. "
     return [
         "## How cost grows: `make bench-growth`", "",
-        "Encoding and decoding of whole frames, header and checksum included, into buffers that are there, while one",
-        "of tokens, layers, heads, head_dim and threads grows. Normal values with a mean for every channel, K and V of",
-        "4 bits, one thread where nothing else is said. Every round measures every size; median (20th–80th percentile)",
-        f"of {result.rounds} rounds, kernels warm. GB/s of uncompressed bf16 KV.", "",
-        "Fixed cost: what a call takes that does not grow, from seconds = fixed + bytes / rate through all sizes, each",
-        "of the same weight. Slope: of log time against log size, from the first size in which the fixed cost is a",
-        "tenth of the time at most; 1 is in proportion. Off it: the largest distance of a median from that straight",
-        "line. Both go through times less what a call waited for a core that another process had (run delay in",
-        "`/proc/self/task/*/schedstat`; none on a quiet machine); all other figures are as the clock has them.", "",
+        paragraph(
+            "Encoding and decoding of whole frames, header and checksum included, into buffers that are there, while",
+            "one of tokens, layers, heads, head_dim and threads grows. Normal values with a mean for every channel, K",
+            "and V of 4 bits, one thread where nothing else is said. Every round measures every size; median",
+            f"(20th–80th percentile) of {result.rounds} rounds, kernels warm. GB/s of uncompressed bf16 KV.",
+        ), "",
+        paragraph(
+            "Fixed cost: what a call takes that does not grow, from seconds = fixed + bytes / rate through all sizes,",
+            "each of the same weight. Slope: of log time against log size, from the first size in which the fixed cost",
+            "is a tenth of the time at most; 1 is in proportion. Off it: the largest distance of a median from that",
+            "straight line. Both go through times less what a call waited for a core that another process had (run",
+            "delay in `/proc/self/task/*/schedstat`; none on a quiet machine); all other figures are as the clock has",
+            "them.",
+        ), "",
         *markdown_table(*_lines(result)), "",
         "![Time of a call against tokens, layers and heads](growth-time.svg)", "",
-        "Bytes a second with more threads, times those of one: on one chunk (`TurboQuantCodec(threads=n)`), and with a",
-        "chunk each on so many threads:", "",
+        paragraph(
+            "Bytes a second with more threads, times those of one: on one chunk (`TurboQuantCodec(threads=n)`), and",
+            "with a chunk each on so many threads:",
+        ), "",
         *markdown_table(*_threads(result)), "",
-        "All sizes. Extra: resident memory at the peak of a call beyond that before it, with source, frame and",
-        f"destination there already, in a process of its own; the most of three calls.{refused} head_dim has no slope:",
-        "its sizes take different kernels.", "",
+        paragraph(
+            "All sizes. Extra: resident memory at the peak of a call beyond that before it, with source, frame and",
+            "destination there already, in a process of its own; the most of three calls.",
+            f"{refused}head_dim has no slope: its sizes take different kernels.",
+        ), "",
         *markdown_table(*_sizes(result)), "", *kept,
         *check_lines(results["checks"]), "",
         f"{result.seconds:.0f} s; load average {result.load[0]:.1f} before, {result.load[1]:.1f} after.",

@@ -97,16 +97,18 @@ def section(files: Mapping[str, Any]) -> str:
     lines = [
         "## Quality (`make bench-quality`)",
         "",
-        f"SmolLM2-135M-Instruct, 30 layers, 3 KV heads of 64, weights float32. {sizes['windows']} windows ({texts}):",
-        f"a prefix of {sizes['prefix']:,} tokens is coded in chunks of {settings['chunk_tokens']} and decoded, and",
-        f"{sizes['scored']} tokens after it are scored. K and V are rounded to bf16 before and after every codec, as",
-        "in an engine (row bf16: that alone). Bits an element are what is stored, with scales, means, headers, padding",
-        "and raw layers; KL is to the unquantised model, nats a token, with its standard error over the tokens. Unseen",
-        "texts: those on which no setting of ours was chosen. Attention error: norm of the error of the attention",
-        "output over its norm, mean over layers, first window of each text; centred K error: error energy over energy",
-        f"of K minus its mean over the tokens. Pass key: share of {len(needle['cases'])} prompts (see the",
-        "JSON) in which the greedy answer is that of the unquantised cache, and in which it contains the key;",
-        f"unquantised {needle['fp_found']:.0%}.",
+        paragraph(
+            f"SmolLM2-135M-Instruct, 30 layers, 3 KV heads of 64, weights float32. {sizes['windows']} windows",
+            f"({texts}): a prefix of {sizes['prefix']:,} tokens is coded in chunks of {settings['chunk_tokens']} and",
+            f"decoded, and {sizes['scored']} tokens after it are scored. K and V are rounded to bf16 before and after",
+            "every codec, as in an engine (row bf16: that alone). Bits an element are what is stored, with scales,",
+            "means, headers, padding and raw layers; KL is to the unquantised model, nats a token, with its standard",
+            "error over the tokens. Unseen texts: those on which no setting of ours was chosen. Attention error: norm",
+            "of the error of the attention output over its norm, mean over layers, first window of each text; centred",
+            "K error: error energy over energy of K minus its mean over the tokens. Pass key: share of",
+            f"{len(needle['cases'])} prompts (see the JSON) in which the greedy answer is that of the unquantised",
+            f"cache, and in which it contains the key; unquantised {needle['fp_found']:.0%}.",
+        ),
         "",
         *markdown_table(HEADS, quality_rows(scores)),
         "",
@@ -119,11 +121,13 @@ def section(files: Mapping[str, Any]) -> str:
     lines += ["What the rows are:", "", *notes, ""]
     if models:
         lines += [
-            "Biased keys. Constant biases of k_proj on two RoPE pairs of every KV head (low: pairs that turn little;",
-            "turning: the others) or on every channel (all), in rms of the keys; heavy: two pairs of k_proj times 20.",
-            "KL and change of perplexity against the same model unquantised,",
-            f"{settings['biased_sizes']['windows']} windows of {settings['biased_sizes']['scored']} scored tokens (one",
-            "where beta is not 20).",
+            paragraph(
+                "Biased keys. Constant biases of k_proj on two RoPE pairs of every KV head (low: pairs that turn",
+                "little; turning: the others) or on every channel (all), in rms of the keys; heavy: two pairs of",
+                "k_proj times 20. KL and change of perplexity against the same model unquantised,",
+                f"{settings['biased_sizes']['windows']} windows of {settings['biased_sizes']['scored']} scored tokens",
+                "(one where beta is not 20).",
+            ),
             "",
             *markdown_table(*bias_rows(models)),
             "",
@@ -145,11 +149,9 @@ def readme(files: Mapping[str, Any]) -> dict[str, str]:
     text = [
         paragraph(
             f"SmolLM2-135M (head_dim 64), prefixes of {sizes['prefix']:,} tokens coded in chunks of",
-            f"{s['chunk_tokens']}",
-            f"through frames, {sizes['scored']} scored, {sizes['windows']} windows of {texts} texts (`make",
-            "bench-quality`; KL",
-            "to the unquantised model in nats a token; bits an element as stored, frame included; the last column is",
-            "computed for 32 layers of 8 heads of 128):",
+            f"{s['chunk_tokens']} through frames, {sizes['scored']} scored, {sizes['windows']} windows of {texts}",
+            "texts (`make bench-quality`; KL to the unquantised model in nats a token; bits an element as stored,",
+            "frame included; the last column is computed for 32 layers of 8 heads of 128):",
         ), "",
         *markdown_table(_README_HEADS, rows),
     ]  # fmt: skip

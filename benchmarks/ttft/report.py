@@ -117,8 +117,8 @@ def readme(files: Mapping[str, Any]) -> dict[str, str]:
     text = [
         paragraph(
             f"Time to first token of a prompt of {tokens:,} tokens, median, on vLLM and LMCache for real",
-            "(`make bench-ttft`;",
-            f"SmolLM2-135M in bf16, head_dim 64; {files['ttft']['host']['cpu']}, {cores(files['ttft'])}).",
+            f"(`make bench-ttft`; SmolLM2-135M in bf16, head_dim 64; {files['ttft']['host']['cpu']},",
+            f"{cores(files['ttft'])}).",
         ), "",
         *markdown_table(heads, rows),
     ]  # fmt: skip
