@@ -24,6 +24,7 @@ __all__ = ["EncodedVectors", "chunk_mean", "decode_vectors", "encode_vectors", "
 Array = npt.NDArray[Any]
 
 _LOW, _HIGH = 2.0**-80, 2.0**80
+_SKETCH_TOP = 2.0**60
 _BF16_MAX = float(torch.finfo(torch.bfloat16).max)
 _SQRT_HALF_PI = float(np.float32(math.sqrt(math.pi / 2)))
 
@@ -206,7 +207,7 @@ def decode_vectors(e: EncodedVectors, mean: torch.Tensor | None, *, dim: int, bi
         amount = _from_bf16_bits(e.sketch_scales)[:, None] * _SQRT_HALF_PI
         if power:
             amount = amount * inv_sqrt
-        amount = torch.where(scale > 0, amount / scale, torch.zeros_like(scale))
+        amount = torch.where(scale > 0, amount / scale, torch.zeros_like(scale)).clamp(-_SKETCH_TOP, _SKETCH_TOP)
         bit = np.unpackbits(e.sketch, axis=-1, count=dim, bitorder="little")
         direction = inverse_rotate(torch.from_numpy(1.0 - 2.0 * bit.astype(np.float32)), seed, stage=SKETCH_STAGE)
         y = y + amount * direction

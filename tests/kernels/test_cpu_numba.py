@@ -19,6 +19,7 @@ from support import one_torch_thread
 
 from tq_offload import codebook
 from tq_offload.bitpack import unpack
+from tq_offload.buffers import all_finite
 from tq_offload.errors import LayoutError, NonFiniteError
 from tq_offload.kernels import Sections, Stream, VectorParams, cpu_numba, numba_tables
 from tq_offload.kernels.cpu_numba import NumbaBackend
@@ -290,6 +291,28 @@ def test_decoding_scales_that_reach_the_clamp(dim: int, step: int) -> None:
         REFERENCE.decode(first, stream, replace(params, dtype=dtype), s)
         NUMBA.decode(second, stream, replace(params, dtype=dtype), s)
         np.testing.assert_array_equal(first, second)
+
+
+def assert_sketch_scales_of_any_size(backend: Any, dim: int, dtype: str) -> None:
+    """Every pair of a magnitude and a sketch scale that leaves the range of f32 or not, subnormal ones too."""
+    pairs = list(product((0, 1, 0x7F, 0x80, 0x3F80, 0x7F7F), (0, 1, 0x80, 0x3F80, 0x5F80, 0x7F7F, 0x8001, 0xFF7F)))
+    params = replace(DEFAULTS, dtype=dtype, bits=3, mean=False, qjl=True)
+    c = chunk(1, len(pairs), 1, dim, dtype)
+    s = sections(c.stream, params)
+    REFERENCE.encode(c.flat, c.stream, params, s)
+    assert s.sketch_scales is not None
+    s.scales[...], s.sketch_scales[...] = (np.reshape(some, s.scales.shape) for some in zip(*pairs, strict=True))
+    first, second = (np.zeros_like(c.flat) for _ in range(2))
+    REFERENCE.decode(first, c.stream, params, s)
+    backend.decode(second, c.stream, params, s)
+    np.testing.assert_array_equal(second, first)
+    assert all_finite(first, dtype)
+
+
+@pytest.mark.parametrize("dim", [16, 50, 64, 96])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sketch_scales_of_any_size(dim: int, dtype: str) -> None:
+    assert_sketch_scales_of_any_size(NUMBA, dim, dtype)
 
 
 def address(array: np.ndarray) -> int:

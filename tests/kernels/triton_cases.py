@@ -25,6 +25,7 @@ from kernels.test_cpu_numba import (
     RULES,
     Chunk,
     assert_same,
+    assert_sketch_scales_of_any_size,
     chunk,
     chunk_of,
     layouts,
@@ -151,6 +152,11 @@ def test_decoding_scales_that_reach_the_clamp() -> None:
         REFERENCE.decode(first, stream, replace(DEFAULTS, dtype=dtype), s)
         TRITON.decode(second, stream, replace(DEFAULTS, dtype=dtype), s)
         np.testing.assert_array_equal(second, first)
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(64, "bfloat16"), (36, "float32"), (16, "float8_e5m2")])
+def test_sketch_scales_of_any_size(dim: int, dtype: str) -> None:
+    assert_sketch_scales_of_any_size(TRITON, dim, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -55,6 +55,7 @@ __all__ = ["Sketch", "Tables", "decode_stream", "encode_stream", "mean_stream"]
 ONE_BIT = np.int64(1)
 LOW, HIGH = np.float32(2.0**-80), np.float32(2.0**80)
 SQRT_HALF_PI = np.float32(math.sqrt(math.pi / 2))
+SKETCH_TOP = np.float32(2.0**60)
 
 
 class Sketch(NamedTuple):
@@ -282,7 +283,7 @@ def add_sketch(work: Any, sketch: Any, index: Any, scale: Any, signs: Any, dim: 
     amount = from_bf16(get_u16(sketch.scales, index)) * SQRT_HALF_PI
     if dim & (dim - 1) == 0:
         amount *= np.float32(1.0 / math.sqrt(dim))
-    amount = amount / scale if scale > ZERO else ZERO
+    amount = min(max(amount / scale, -SKETCH_TOP), SKETCH_TOP) if scale > ZERO else ZERO
     unpack(sketch.bits + index * ((dim + 7) // 8), ONE_BIT, dim, work.codes)
     for i in range(dim):
         put(work.u, i, -ONE if get_u8(work.codes, i) else ONE)

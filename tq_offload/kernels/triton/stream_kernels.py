@@ -31,6 +31,7 @@ RULES = ("lsq", "norm", "unbiased")
 LOW, HIGH = tl.constexpr(2.0**-80), tl.constexpr(2.0**80)
 SKETCH_STAGE = tl.constexpr(4)
 SQRT_HALF_PI = tl.constexpr(1.2533141374588013)  # as f32
+SKETCH_TOP = tl.constexpr(2.0**60)
 INFINITE = tl.constexpr(0x7F800000)
 
 
@@ -165,6 +166,7 @@ def sketched_residual(
     if B == D:
         amount = amount * INVERSE_SQRT_D
     amount = tl.where(scale > 0, tl.div_rn(amount, tl.where(scale > 0, scale, 1.0)), 0.0)
+    amount = tl.minimum(tl.maximum(amount, -SKETCH_TOP), SKETCH_TOP)
     e = 1.0 - 2.0 * unpack(sketch, n, inside, 1, D, P).to(tl.float32)
     e = tl.where((tl.arange(0, P) < D)[None, :], e, 0.0)
     return amount[:, None] * inverse_rotate(e, signs, SKETCH_STAGE, D, B, NORM, N, P)
