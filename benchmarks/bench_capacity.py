@@ -27,7 +27,7 @@ from benchmarks.capacity.fill import FORMATS, Values, fill
 from benchmarks.capacity.replay import Replayed, replay
 from benchmarks.capacity.trace import Request, TraceSettings, make_trace
 from benchmarks.render_docs import update
-from benchmarks.samples import show_checks
+from benchmarks.samples import numbers, show_checks
 from benchmarks.transfer.chunks import Shape
 from tq_offload_connectors.disk import DiskStore
 from tq_offload_connectors.memory import MemoryStore
@@ -35,18 +35,27 @@ from tq_offload_connectors.memory import MemoryStore
 SHAPE = Shape("Llama-3.1-8B", 32, 8, 128)
 BUDGETS = "4,8,16,32,64,128,256,512"
 TINY = Shape("one layer, one head", 1, 1, 64)  # for the replay on disk, where every value is written
+LEAST_GIB, MOST_GIB = 0.125, float(1 << 20)  # from four chunks as they are
+
+
+def _gib(value: float) -> float:
+    """For typer: a budget."""
+    if not LEAST_GIB <= value <= MOST_GIB:
+        raise typer.BadParameter(f"{value:g}: GiB, from {LEAST_GIB:g} to {MOST_GIB:g}")
+    return value
 
 
 def main(
-    ram_gb: Annotated[float, typer.Option(help="Budget of memory that is filled.")] = 1.0,
-    disk_gb: Annotated[float, typer.Option(help="Budget of disk that is filled.")] = 2.0,
-    budgets: Annotated[str, typer.Option(help="Budgets of the replay.")] = BUDGETS,
+    ram_gb: Annotated[float, typer.Option(callback=_gib, help="Budget of memory that is filled.")] = 1.0,
+    disk_gb: Annotated[float, typer.Option(callback=_gib, help="Budget of disk that is filled.")] = 2.0,
+    budgets: Annotated[str, typer.Option(help="Budgets of the replay, comma-separated.")] = BUDGETS,
     check: Annotated[bool, typer.Option("--check", help="Fail when a check is missed.")] = False,
     no_write: Annotated[bool, typer.Option("--no-write", help="Print only.")] = False,
 ) -> None:
     """Fill, replay, print, write, check."""
     started, console = time.monotonic(), Console(width=None if sys.stdout.isatty() else 170)
     torch.set_num_threads(1)
+    gib = numbers(budgets, "--budgets", float, LEAST_GIB, MOST_GIB)
 
     def say(what: str) -> None:
         console.print(f"[dim]{time.monotonic() - started:6.0f} s[/dim]  {what}")
@@ -61,7 +70,6 @@ def main(
         settings = TraceSettings()
         trace = make_trace(settings, SHAPE.tokens)
         say(f"replaying {len(trace):,} requests")
-        gib = [float(one) for one in budgets.split(",")]
         replays = {
             (way, one): replay(trace, MemoryStore(int(one * (1 << 30))), _value(size))
             for way, size in sizes.items()

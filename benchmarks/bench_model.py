@@ -30,7 +30,7 @@ from benchmarks.cores import pinned_pool
 from benchmarks.planner import CodecRate, Model
 from benchmarks.planner_ttft_report import Against
 from benchmarks.render_docs import update
-from benchmarks.samples import RESULTS, Quantiles, show_checks
+from benchmarks.samples import RESULTS, Quantiles, numbers, show_checks
 from tq_offload.codec import TurboQuantCodec
 from tq_offload.layout import ChunkLayout
 
@@ -50,7 +50,7 @@ def main(
     """Measure, plan, print, write."""
     console = Console(width=None if sys.stdout.isatty() else 190)
     torch.set_num_threads(1)
-    lengths, counts = _numbers(tokens, "--tokens"), _numbers(threads, "--threads")
+    lengths, counts = numbers(tokens, "--tokens", int, 1), numbers(threads, "--threads", int, 1)
     known = read_rates(codec) if codec else {}
     samples: dict[int, dict[int, Quantiles]] = {}
     for model in (*planner.MODELS, planner.SMOLLM2):
@@ -145,16 +145,6 @@ def read_rates(path: Path) -> dict[int, CodecRate]:
     if 1 not in rates or min(rates.values()) <= 0:
         raise SystemExit(f"{path}: no rate of decoding with one thread, or one that is not above 0")
     return {head_dim: CodecRate(rates, path.name)}
-
-
-def _numbers(text: str, option: str) -> list[int]:
-    try:
-        found = [int(one) for one in text.split(",")]
-    except ValueError:
-        found = []
-    if not found or min(found) < 1:
-        raise typer.BadParameter(f"{text!r}: whole numbers from 1, comma-separated", param_hint=option)
-    return found
 
 
 def _cores() -> int:

@@ -25,7 +25,7 @@ from benchmarks.press_memory import CASES, run_cases
 from benchmarks.press_quality import PREFIX, SCORED, STARTS, quality
 from benchmarks.press_speed import CONTEXT, Rates, preset_speed, ratio, speed
 from benchmarks.render_docs import update
-from benchmarks.samples import Check, Quantiles, show_checks, write_results
+from benchmarks.samples import Check, Quantiles, show_checks, whole, write_results
 
 PARTS = ("memory", "quality", "speed")
 SMALLER = {"4-bit": 3.8, "4-bit-exact-128": 3.5, "snapkv-4-bit": 7.5}
@@ -116,17 +116,17 @@ def main() -> int:
     """Measure; 1 if a bound is missed and --check is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS), help="parts to run, comma-separated (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=4096, help="context length of the memory part (%(default)s)")
+    parser.add_argument("--tokens", type=whole(1), default=4096, help="context length of the memory part (%(default)s)")
     parser.add_argument(
-        "--rounds", type=int, default=9, help="rounds of the speed part, half as many for presets (%(default)s)"
+        "--rounds", type=whole(1), default=9, help="rounds of the speed part, half as many for presets (%(default)s)"
     )
-    parser.add_argument("--decode", type=int, default=12, help="tokens a round of the speed part (%(default)s)")
+    parser.add_argument("--decode", type=whole(1), default=12, help="tokens a round of the speed part (%(default)s)")
     parser.add_argument(
         "--dtype", default="float32,bfloat16" if bf16_arithmetic() else "float32",
         help="of the speed part; bfloat16 is left out where the CPU has no bf16 arithmetic (%(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--threads", type=int, help="threads of torch in the quality and speed parts (torch's own choice)"
+        "--threads", type=whole(1), help="threads of torch in the quality and speed parts (torch's own choice)"
     )
     parser.add_argument("--check", action="store_true", help="fail when a bound is missed")
     parser.add_argument("--no-write", action="store_true", help="print only")

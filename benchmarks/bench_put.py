@@ -109,7 +109,7 @@ def main() -> None:
     """Measure, print, write, check."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=whole(3), default=7)
-    parser.add_argument("--chunks", type=int, default=6, help="chunks a call; another number prints only")
+    parser.add_argument("--chunks", type=whole(1), default=6, help="chunks a call; another number prints only")
     parser.add_argument("--redis-url", help="also store there; prints only")
     parser.add_argument("--check", action="store_true", help=f"fail above {CEILING:.0%}")
     parser.add_argument("--no-write", action="store_true", help="print only")

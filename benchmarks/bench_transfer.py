@@ -36,7 +36,7 @@ def main(
     small: Annotated[
         bool, typer.Option("--small", help="Shapes of SmolLM2-135M instead of Llama-3.2-3B; prints only.")
     ] = False,
-    chunks: Annotated[int, typer.Option(help="Chunks of 256 tokens a round, prints only; 0: about 120 MB.")] = 0,
+    chunks: Annotated[int, typer.Option(min=0, help="Chunks of 256 tokens a round, prints only; 0: about 120 MB.")] = 0,
     rounds: Annotated[int, typer.Option(min=3, help="Rounds that count.")] = 7,
     places: Annotated[
         str, typer.Option(help="Places that contain one of these texts, comma-separated; prints only.")

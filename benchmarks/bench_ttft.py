@@ -22,7 +22,7 @@ from benchmarks.demo import require_plugin
 from benchmarks.model import prepare_model
 from benchmarks.process import DeploymentError
 from benchmarks.render_docs import update
-from benchmarks.samples import show_checks
+from benchmarks.samples import numbers, show_checks
 from benchmarks.servers_run import BROKEN, FAILED, run_and_exit
 from benchmarks.steps import Steps
 from benchmarks.ttft.checks import checks
@@ -59,8 +59,8 @@ def main(
     names, kind = [name.strip() for name in ways.split(",")], link.strip()
     if not set(names) <= set(WAYS) or kind not in LINKS:
         raise typer.BadParameter(f"known ways: {', '.join(WAYS)}; known links: {', '.join(LINKS)}")
-    sizes = sorted({whole_chunks(int(length)) for length in lengths.split(",")})
-    wanted: list[Rate] = [float(rate) or None for rate in rates.split(",")]
+    sizes = sorted({whole_chunks(length) for length in numbers(lengths, "--lengths", int, 1)})
+    wanted: list[Rate] = [rate or None for rate in numbers(rates, "--rates", float, 0)]
 
     def conclude(result: Result) -> tuple[int, bool]:
         met = _conclude(result, console, write_files=whole and not no_write)

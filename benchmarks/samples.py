@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -28,6 +28,7 @@ __all__ = [
     "check_lines",
     "cores",
     "host_line",
+    "numbers",
     "read_results",
     "rich_table",
     "show_checks",
@@ -37,6 +38,8 @@ __all__ = [
     "within_rounds",
     "write_results",
 ]
+
+Number = TypeVar("Number", int, float)
 
 _ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = _ROOT / "benchmarks" / "results", _ROOT / "docs"
@@ -204,6 +207,24 @@ def svg(figure: Any) -> bytes:
     figure.savefig(sink, format="svg", metadata={"Date": None})
     pyplot.close(figure)
     return sink.getvalue()
+
+
+def numbers(text: str, option: str, kind: type[Number], least: float, most: float = 1e9) -> list[Number]:
+    """For typer: comma-separated numbers within bounds.
+
+    Raises:
+        typer.BadParameter: They are something else.
+    """
+    import typer
+
+    try:
+        found = [kind(one) for one in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(least <= one <= most for one in found):
+        what = "whole numbers" if kind is int else "numbers"
+        raise typer.BadParameter(f"{text!r}: {what} from {least:g} to {most:g}, comma-separated", param_hint=option)
+    return found
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
