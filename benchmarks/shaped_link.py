@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from benchmarks.process import ServerProcess, free_ports, redis_answers
+from tq_offload.integrations.lmcache.log import RateLimitedLog
 
 __all__ = ["BURST_S", "Bucket", "Forwarder", "ShapedLink"]
 
@@ -24,6 +25,8 @@ BURST_S = 0.004
 made good besides: on a busy machine the link would be slower than its rate."""
 
 _HOST, _BUFFER, _PACKET = "127.0.0.1", 1 << 20, 1500
+_PAUSE_S = 0.05
+"""After an accept that failed: without file descriptors every further one fails at once."""
 
 
 class Bucket:
@@ -73,6 +76,7 @@ class Forwarder:
         self._listener = socket.create_server((self.host, port), backlog=128)
         self.port = int(self._listener.getsockname()[1])
         self._open: set[socket.socket] = set()
+        self._closing, self._log = threading.Event(), RateLimitedLog()
         self._accepting = threading.Thread(target=self._accept, name="link", daemon=True)
 
     def __enter__(self) -> Forwarder:
@@ -80,6 +84,7 @@ class Forwarder:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        self._closing.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -97,16 +102,18 @@ class Forwarder:
         self._accepting.join()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closing.is_set():
             try:
                 client, _ = self._listener.accept()
-            except OSError:
-                if self._listener.fileno() < 0:
-                    return
+            except OSError as error:
+                if not self._closing.is_set():
+                    self._log.warning("accept", f"the link accepts no connection: {error}")
+                    self._closing.wait(_PAUSE_S)
                 continue
             try:
                 server = socket.create_connection((self.host, self._target))
-            except OSError:
+            except OSError as error:
+                self._log.warning("connect", f"the link does not reach its server: {error}")
                 client.close()
                 continue
             self._open |= {client, server}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import socket
 import time
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -109,3 +111,25 @@ def test_a_forwarder_keeps_to_its_rate_both_ways_and_ends_with_its_connections()
                 assert time.monotonic() - start >= 0.1 - BURST_S
             link.__exit__()
             assert near.recv(1) == b""
+
+
+def test_a_forwarder_without_file_descriptors_pauses_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[float] = []
+    lines: list[str] = []
+
+    class Listener(socket.socket):
+        def accept(self) -> tuple[socket.socket, object]:
+            if len(failed) < 3:
+                failed.append(time.monotonic())
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    with socket.create_server(("127.0.0.1", 0)) as target:
+        link = Forwarder(target.getsockname()[1])
+        monkeypatch.setattr(link, "_listener", Listener(fileno=link._listener.detach()))
+        monkeypatch.setattr(link._log, "warning", lambda _, line: lines.append(line))
+        with link, socket.create_connection((link.host, link.port), timeout=10) as near, target.accept()[0] as far:
+            near.sendall(b"x")
+            assert far.recv(1) == b"x"
+    assert all(later - before >= 0.04 for before, later in pairwise(failed))
+    assert lines == ["the link accepts no connection: [Errno 24] Too many open files"] * 3
