@@ -9,12 +9,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 
+import pytest
 import torch
 from lmcache.utils import CacheEngineKey
 from lmcache.v1 import memory_management
@@ -201,6 +202,23 @@ async def _cancel_others() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.fixture
+def open_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Makes RemoteEngines without what an earlier test installed, and closes them. For the module that imports it."""
+    for name in ("CreateConnector", "CreateSerde"):
+        original = getattr(remote_backend, name)
+        monkeypatch.setattr(remote_backend, name, getattr(original, "tq_offload_original", original))
+    engines: list[RemoteEngine] = []
+
+    def make(*args: Any, **kwargs: Any) -> RemoteEngine:
+        engines.append(RemoteEngine(*args, **kwargs))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
 
 
 def errors(objects: Sequence[Any], wanted: Sequence[Sequence[torch.Tensor]]) -> list[float]:

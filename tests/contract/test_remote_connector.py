@@ -23,7 +23,17 @@ from lmcache.v1.memory_management import MemoryFormat, TensorMemoryObj
 from lmcache.v1.storage_backend import remote_backend
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from lmcache.v1.storage_backend.connector.fs_connector import FSConnector
-from remote_engine import CHUNK, FOUR_BIT, MODEL, RemoteEngine, errors, groups_manager, make_metadata, wait_for
+from remote_engine import (
+    CHUNK,
+    FOUR_BIT,
+    MODEL,
+    RemoteEngine,
+    errors,
+    groups_manager,
+    make_metadata,
+    open_engine,
+    wait_for,
+)
 
 from tq_offload.codec import TurboQuantCodec
 from tq_offload.errors import StoreFullError
@@ -34,6 +44,8 @@ from tq_offload_connectors.remote.connector import CompressedConnector, install
 from tq_offload_connectors.remote.setup import place_of
 from tq_offload_connectors.remote.table import CONNECTORS, UNKNOWN, handling_of
 
+__all__ = ["open_engine"]
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:opentelemetry.*"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -42,22 +54,6 @@ pytestmark = [
 WAYS = ("single", "batched", "async")
 MLA = {"use_mla": True, "kv_shape": (3, 1, CHUNK, 1, 576)}
 FRAME_HEADER = 28  # LMCache's own header before a frame in a file: one group
-
-
-@pytest.fixture
-def open_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    for name in ("CreateConnector", "CreateSerde"):
-        original = getattr(remote_backend, name)
-        monkeypatch.setattr(remote_backend, name, getattr(original, "tq_offload_original", original))
-    engines: list[RemoteEngine] = []
-
-    def make(url: str | None, *args: Any, **kwargs: Any) -> RemoteEngine:
-        engines.append(RemoteEngine(url, *args, **kwargs))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
 
 
 @pytest.fixture

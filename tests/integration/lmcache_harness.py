@@ -13,6 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +46,22 @@ def installed_here(folder: Path) -> dict[str, str]:
         "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": "1",
     }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("lmcache", reason="needs the extra [lmcache]")
+    return tmp_path_factory.mktemp("lmcache")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> str:
+    """A folder with the config.json of a model; it and `folder` are for the module that imports them."""
+    path = folder / "model"
+    path.mkdir()
+    config = {"hidden_size": 256, "num_attention_heads": 256 // HEAD_DIM, "num_key_value_heads": HEADS}
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
 
 
 def free_port() -> int:

@@ -14,7 +14,9 @@ import torch
 from redis_server import RedisServer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from lmcache_harness import BLOCK, CHUNK, HEAD_DIM, HEADS, LAYERS, Engine, Server
+from lmcache_harness import BLOCK, CHUNK, HEAD_DIM, HEADS, LAYERS, Engine, Server, folder, model
+
+__all__ = ["folder", "model"]
 
 pytestmark = [
     pytest.mark.integration,
@@ -28,21 +30,6 @@ BLOCKS = list(range(len(TOKENS) // BLOCK))
 OTHER = [block + 64 for block in BLOCKS]
 RAW = CHUNKS * LAYERS * CHUNK * HEADS * 2 * HEAD_DIM * 2
 CLASSES = {"ram": "MemoryL2Adapter", "disk": "DiskL2Adapter", "redis": "RedisL2Adapter"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("lmcache", reason="needs the extra [lmcache]")
-    return tmp_path_factory.mktemp("lmcache")
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> str:
-    path = folder / "model"
-    path.mkdir()
-    config = {"hidden_size": 256, "num_attention_heads": 256 // HEAD_DIM, "num_key_value_heads": HEADS}
-    (path / "config.json").write_text(json.dumps(config))
-    return str(path)
 
 
 @pytest.fixture(scope="module")

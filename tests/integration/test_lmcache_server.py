@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,9 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from lmcache_harness import BLOCK, CHUNK, HEAD_DIM, HEADS, LAYERS, Engine, Server
+from lmcache_harness import BLOCK, CHUNK, HEAD_DIM, HEADS, LAYERS, Engine, Server, folder, model
+
+__all__ = ["folder", "model"]
 
 pytestmark = [
     pytest.mark.integration,
@@ -24,21 +25,6 @@ CHUNKS = 4
 TOKENS = CHUNKS * CHUNK
 BLOCKS = TOKENS // BLOCK
 FOUR_BIT = 0.0105  # relative MSE of 4-bit codes is 0.0095
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("lmcache", reason="needs the extra [lmcache]")
-    return tmp_path_factory.mktemp("lmcache")
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> str:
-    path = folder / "model"
-    path.mkdir()
-    config = {"hidden_size": 256, "num_attention_heads": 256 // HEAD_DIM, "num_key_value_heads": HEADS}
-    (path / "config.json").write_text(json.dumps(config))
-    return str(path)
 
 
 @pytest.fixture(scope="module")

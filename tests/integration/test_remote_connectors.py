@@ -17,9 +17,10 @@ import torch
 
 pytest.importorskip("lmcache", reason="these tests need the extra [lmcache]")
 
-from lmcache.v1.storage_backend import remote_backend
 from redis_server import RedisServer, free_port
-from remote_engine import CHUNK, FOUR_BIT, RemoteEngine, errors, groups_manager, make_metadata, wait_for
+from remote_engine import CHUNK, FOUR_BIT, errors, groups_manager, make_metadata, open_engine, wait_for
+
+__all__ = ["open_engine"]
 
 pytestmark = [
     pytest.mark.integration,
@@ -56,22 +57,6 @@ def lm_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     process.kill()
     process.wait()
     log.close()
-
-
-@pytest.fixture
-def open_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    for name in ("CreateConnector", "CreateSerde"):
-        original = getattr(remote_backend, name)
-        monkeypatch.setattr(remote_backend, name, getattr(original, "tq_offload_original", original))
-    engines: list[RemoteEngine] = []
-
-    def make(*args: Any, **kwargs: Any) -> RemoteEngine:
-        engines.append(RemoteEngine(*args, **kwargs))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
 
 
 @pytest.fixture(params=["redis", "resp", "lm"])

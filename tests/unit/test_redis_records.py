@@ -7,35 +7,11 @@ import tracemalloc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from redis_wire import Wire, encode
 
 from tq_offload.errors import StoreIOError
 from tq_offload_connectors.redis.protocol import NoBufferError, ReplyReader, join_record, length_of
 from tq_offload_connectors.redis.records import FIELDS, OVERHEAD, SMALL, part_sizes, read_command, write_command
-
-
-class Wire:
-    """A socket that hands out bytes in pieces of random sizes, then has been closed."""
-
-    def __init__(self, data: bytes, seed: int = 0) -> None:
-        self._data, self._random = memoryview(data), random.Random(seed)
-
-    def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0) -> int:
-        count = min(len(buffer), len(self._data), self._random.choice((1, 2, 7, 100, 5_000, 1 << 20)))
-        buffer[:count] = self._data[:count]
-        self._data = self._data[count:]
-        return count
-
-
-def encode(reply: object) -> bytes:
-    if reply is None:
-        return b"$-1\r\n"
-    if isinstance(reply, int):
-        return b":%d\r\n" % reply
-    if isinstance(reply, bytes):
-        return b"$%d\r\n%b\r\n" % (len(reply), reply)
-    assert isinstance(reply, list)
-    return b"*%d\r\n" % len(reply) + b"".join(map(encode, reply))
-
 
 SIZES = st.integers(1, 64 << 20) | st.integers(0, 26).flatmap(lambda bits: st.integers(1 << bits, (2 << bits) - 1))
 CLASSES = [*range(16, 129, 16), *(base + base // 4 * i for base in (128 << b for b in range(24)) for i in (1, 2, 3, 4))]
