@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 
 from tq_offload.errors import ConfigError
+from tq_offload.values import boolean, choice, integer
 
 __all__ = [
     "DEFAULT_PRESET",
@@ -27,7 +28,6 @@ MAX_OUTLIERS = 64  # channels of a vector; never more than a quarter of them
 
 _MAX_SEED = 2**32 - 1
 _MAX_PROTECTED = 1024
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 @dataclass(frozen=True)
@@ -80,18 +80,17 @@ class CodecSpec:
     protect_last: int = 0
 
     def __post_init__(self) -> None:
-        _check_int("key_bits", self.key_bits, 1, 8)
-        _check_int("value_bits", self.value_bits, 1, 8)
-        _check_int("seed", self.seed, 0, _MAX_SEED)
-        _check_int("key_outliers", self.key_outliers, 0, MAX_OUTLIERS)
-        _check_int("protect_first", self.protect_first, 0, _MAX_PROTECTED)
-        _check_int("protect_last", self.protect_last, 0, _MAX_PROTECTED)
+        integer("key_bits", self.key_bits, 1, 8, typed=True)
+        integer("value_bits", self.value_bits, 1, 8, typed=True)
+        integer("seed", self.seed, 0, _MAX_SEED, typed=True)
+        integer("key_outliers", self.key_outliers, 0, MAX_OUTLIERS, typed=True)
+        integer("protect_first", self.protect_first, 0, _MAX_PROTECTED, typed=True)
+        integer("protect_last", self.protect_last, 0, _MAX_PROTECTED, typed=True)
         for name in ("mean", "fit_range", "qjl"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "true, false")
         for name in ("key_rule", "value_rule"):
-            if getattr(self, name) not in SCALE_RULES:
-                raise ConfigError(name, getattr(self, name), SCALE_RULES)
+            choice(name, getattr(self, name), SCALE_RULES)
 
     @classmethod
     def preset(cls, name: str, *, setting: str = "preset") -> CodecSpec:
@@ -122,7 +121,7 @@ class CodecSpec:
         spec = cls.preset(str(settings.get("preset", DEFAULT_PRESET)), setting=shown("preset"))
         changes: dict[str, object] = {}
         if "bits" in settings:
-            bits = _to_int(shown("bits"), settings["bits"], 1, 8)
+            bits = integer(shown("bits"), settings["bits"], 1, 8)
             changes.update(key_bits=bits, value_bits=bits)
         for name, parse in _PARSERS.items():
             if name in settings:
@@ -168,49 +167,18 @@ class CodecSpec:
         return ", ".join(parts)
 
 
-def _check_int(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(name, value, f"an integer from {low} to {high}")
-
-
-def _to_int(name: str, value: object, low: int, high: int) -> int:
-    number = value
-    if isinstance(value, str):
-        text = value.strip()
-        number = int(text) if text.isascii() and text.isdigit() else value
-    _check_int(name, number, low, high)
-    return number  # type: ignore[return-value]
-
-
-def _to_bool(name: str, value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    text = str(value).strip().lower()
-    if text in _TRUE:
-        return True
-    if text in _FALSE:
-        return False
-    raise ConfigError(name, value, [*_TRUE, *_FALSE])
-
-
-def _to_rule(name: str, value: object) -> str:
-    if value not in SCALE_RULES:
-        raise ConfigError(name, value, SCALE_RULES)
-    return str(value)
-
-
 _PARSERS: dict[str, Callable[[str, object], object]] = {
-    "key_bits": lambda name, value: _to_int(name, value, 1, 8),
-    "value_bits": lambda name, value: _to_int(name, value, 1, 8),
-    "seed": lambda name, value: _to_int(name, value, 0, _MAX_SEED),
-    "mean": _to_bool,
-    "key_rule": _to_rule,
-    "value_rule": _to_rule,
-    "fit_range": _to_bool,
-    "qjl": _to_bool,
-    "key_outliers": lambda name, value: _to_int(name, value, 0, MAX_OUTLIERS),
-    "protect_first": lambda name, value: _to_int(name, value, 0, _MAX_PROTECTED),
-    "protect_last": lambda name, value: _to_int(name, value, 0, _MAX_PROTECTED),
+    "key_bits": lambda name, value: integer(name, value, 1, 8),
+    "value_bits": lambda name, value: integer(name, value, 1, 8),
+    "seed": lambda name, value: integer(name, value, 0, _MAX_SEED),
+    "mean": boolean,
+    "key_rule": lambda name, value: choice(name, value, SCALE_RULES),
+    "value_rule": lambda name, value: choice(name, value, SCALE_RULES),
+    "fit_range": boolean,
+    "qjl": boolean,
+    "key_outliers": lambda name, value: integer(name, value, 0, MAX_OUTLIERS),
+    "protect_first": lambda name, value: integer(name, value, 0, _MAX_PROTECTED),
+    "protect_last": lambda name, value: integer(name, value, 0, _MAX_PROTECTED),
 }
 
 SETTINGS = ("preset", "bits", *(f.name for f in fields(CodecSpec)))

@@ -273,14 +273,8 @@ class Tier:
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is claimed. Returns whether that came true in time."""
-        deadline = time.monotonic() + timeout_s
         with self._lock:
-            while self._claimed:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return False
-                self._changed.wait(left)
-        return True
+            return self._changed.wait_for(lambda: not self._claimed, timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is queued, drop and count what is left after `timeout_s`, and close the store."""

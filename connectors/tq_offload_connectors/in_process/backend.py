@@ -20,6 +20,7 @@ from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 from tq_offload.codec import TurboQuantCodec
 from tq_offload.errors import BackendError, ConfigError, StoreError
 from tq_offload.integrations.lmcache.log import logger
+from tq_offload.integrations.lmcache.warm_up import warm_up
 from tq_offload_connectors.frame_store import FrameKey, FrameStore, Put
 from tq_offload_connectors.in_process.loads import Load, free_all
 from tq_offload_connectors.in_process.objects import ChunkObjects, Patience
@@ -27,7 +28,6 @@ from tq_offload_connectors.in_process.plan import TierPlan, make_tiers, plan_fro
 
 __all__ = ["TurboQuantBackend"]
 
-WARM_UP_DIMS = (64, 128)
 CLOSE_TIMEOUT_S = 10.0
 
 
@@ -76,7 +76,7 @@ class TurboQuantBackend(StoragePluginInterface):
         self._layerwise = bool(config.use_layerwise)
         self._reads_as_first_rank = self.plan.reads_as_first_rank
         if local_cpu_backend is not None:
-            self.frames.submit(partial(_warm_up, codec, self.objects.head_dim))
+            self.frames.submit(partial(warm_up, codec, self.objects.head_dim))
         for line in self.plan.lines():
             logger().info("TQ-Offload: %s", line)
 
@@ -271,11 +271,3 @@ def _complete(callback: Callable[[CacheEngineKey], None], key: CacheEngineKey, s
         callback(key)
     except Exception as error:
         logger().warning("TQ-Offload: on_complete_callback failed for %s: %s", key.to_string(), error)
-
-
-def _warm_up(codec: TurboQuantCodec, head_dim: int | None) -> None:
-    for dim in (head_dim,) if head_dim else WARM_UP_DIMS:
-        try:
-            codec.warm_up(dim)
-        except Exception as error:  # whatever it is, the first chunk will report it
-            logger().warning("TQ-Offload: cannot warm up kernels for head_dim %d: %s", dim, error)

@@ -18,6 +18,7 @@ from tq_offload.codec import TurboQuantCodec
 from tq_offload.errors import StoreError
 from tq_offload.integrations.lmcache.layouts import LayoutResolver
 from tq_offload.integrations.lmcache.log import logger
+from tq_offload.integrations.lmcache.warm_up import warm_up
 from tq_offload.layout import ChunkLayout
 from tq_offload_connectors.byte_store import ByteStore
 from tq_offload_connectors.frame_store import FrameKey, FrameStore, NoMemoryError
@@ -29,7 +30,6 @@ from tq_offload_connectors.tier import Tier
 
 __all__ = ["FrameL2Adapter"]
 
-COMMON_HEAD_DIMS = (128, 64)
 SOURCES_TIMEOUT_S = 120.0  # compiling kernels is the longest that an encoder takes
 
 
@@ -86,7 +86,7 @@ class FrameL2Adapter(L2AdapterInterface):
             repair=settings.repair,
         )
         self._lookups = ThreadPoolExecutor(1, thread_name_prefix=f"tq-lookup-{name}")
-        self._frames.submit(partial(_warm_up, codec, settings.head_dim))
+        self._frames.submit(partial(warm_up, codec, settings.head_dim))
         logger().info(
             "TQ-Offload: L1 CPU RAM: not compressed; L2 %s: compressed, turboquant %s", place, settings.spec.describe()
         )
@@ -270,12 +270,3 @@ def _queue_bytes(queue_gb: float | None, l1_memory_desc: Any) -> int:
     if queue_gb is not None:
         return int(queue_gb * GIB)
     return int(getattr(l1_memory_desc, "size", 0)) // 4 or GIB
-
-
-def _warm_up(codec: TurboQuantCodec, head_dim: int | None) -> None:
-    """Have the kernels ready before the first chunk; in a reading thread, so that the start does not wait."""
-    for dim in (head_dim,) if head_dim else COMMON_HEAD_DIMS:
-        try:
-            codec.warm_up(dim)
-        except Exception as error:  # whatever it is, the first chunk will report it
-            logger().warning("TQ-Offload: cannot warm up kernels for head_dim %d: %s", dim, error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -136,14 +135,8 @@ class Sources:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until no memory is read. Returns whether that came true in time."""
-        deadline = time.monotonic() + timeout_s
         with self._changed:
-            while self._unreleased:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return False
-                self._changed.wait(left)
-        return True
+            return self._changed.wait_for(lambda: not self._unreleased, timeout_s)
 
 
 def bitmap(size: int, positions: Sequence[int]) -> Any:

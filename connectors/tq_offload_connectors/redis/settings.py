@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from tq_offload.errors import ConfigError
+from tq_offload.values import FALSE, boolean, integer
 
 __all__ = ["MODES", "OPTIONS", "RedisSettings"]
 
@@ -33,7 +34,6 @@ _HOST = r"(?:\[[0-9A-Fa-f:.]*\]|[\w.-]*)(?::\d{1,5})?"
 _SHOWN = re.compile(  # after "user:password@" anything may be a host; without it, what could be a password is none
     rf"(?P<user>[^/?#]*@(?=[^@]*$))?(?P<hosts>(?(user)[^@?#]*|{_HOST}(?:,{_HOST})*(?:/[^@?#]*)?))(?P<query>[?#][^@]*)?"
 )
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def _parse_url(value: object, name: str) -> dict[str, object]:
         if mode == "single" and len(hosts.split(",")) > 1:
             raise refused
         if parts:
-            found["db"] = _int(f"the database of {name}", parts.pop(0), 0, 1 << 31)
+            found["db"] = integer(f"the database of {name}", parts.pop(0), 0, 1 << 31)
     except (KeyError, IndexError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -202,9 +202,9 @@ def _parse_query(query: str, name: str) -> dict[str, object]:
     found: dict[str, object] = {}
     for key, value in urllib.parse.parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)):
         if key == "db":
-            found["db"] = _int(f"the database of {name}", value, 0, 1 << 31)
+            found["db"] = integer(f"the database of {name}", value, 0, 1 << 31)
         elif key == "decode_responses":
-            if value.lower() not in _FALSE:
+            if value.lower() not in FALSE:
                 raise ConfigError(f"decode_responses in {name}", value, "false: values are bytes; leave it out")
         else:
             raise ConfigError(f"{key} in {name}", "...", "db alone; everything else is an option beside the url")
@@ -222,13 +222,6 @@ def _without_password(url: str) -> str:
     return f"{start}{'***@' if user else ''}{hosts}{'?...' if query else ''}"
 
 
-def _int(name: str, value: object, low: int, high: int) -> int:
-    number = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
-    if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= high:
-        raise ConfigError(name, value, f"an integer from {low} to {high}")
-    return number
-
-
 def _seconds(name: str, value: object, low: float = 0.001, high: float = 3600.0) -> float:
     try:
         number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
@@ -237,13 +230,6 @@ def _seconds(name: str, value: object, low: float = 0.001, high: float = 3600.0)
     if not low <= number <= high:
         raise ConfigError(name, value, f"seconds from {low:g} to {high:g}")
     return number
-
-
-def _bool(name: str, value: object) -> bool:
-    text = str(value).lower()
-    if text in _TRUE or text in _FALSE:
-        return text in _TRUE
-    raise ConfigError(name, value, [*_TRUE, *_FALSE])
 
 
 def _text(name: str, value: object) -> str:
@@ -259,23 +245,23 @@ def _secret(name: str, value: object) -> str:
 
 
 _PARSERS: dict[str, Callable[[str, object], object]] = {
-    "db": lambda name, value: _int(name, value, 0, 1 << 31),
-    "cluster": _bool,
+    "db": lambda name, value: integer(name, value, 0, 1 << 31),
+    "cluster": boolean,
     "username": _text,
     "password": _secret,
     "key_prefix": _text,
     "ttl_s": lambda name, value: _seconds(name, value, 0.001, 10 * 365 * 86400.0),
-    "max_connections": lambda name, value: _int(name, value, 1, 10000),
+    "max_connections": lambda name, value: integer(name, value, 1, 10000),
     "connect_timeout_s": _seconds,
     "socket_timeout_s": _seconds,
-    "retries": lambda name, value: _int(name, value, 0, 10),
+    "retries": lambda name, value: integer(name, value, 0, 10),
     "backoff_base_s": _seconds,
     "backoff_cap_s": _seconds,
-    "pipeline_bytes": lambda name, value: _int(name, value, 1, 1 << 40),
+    "pipeline_bytes": lambda name, value: integer(name, value, 1, 1 << 40),
     "tls_ca_certs": _text,
     "tls_cert": _text,
     "tls_key": _text,
-    "tls_verify": _bool,
+    "tls_verify": boolean,
 }
 
 OPTIONS = tuple(_PARSERS)

@@ -21,10 +21,9 @@ from tq_offload.integrations.lmcache.log import logger
 from tq_offload.integrations.lmcache.metrics import METRICS
 from tq_offload.integrations.lmcache.serde import TurboQuantDeserializer, TurboQuantSerializer
 from tq_offload.integrations.lmcache.settings import SerdeSettings, settings_from_serde
+from tq_offload.integrations.lmcache.warm_up import warm_up
 
 __all__ = ["DecodeListener", "Outcome", "TurboQuantProcessor", "create_processor", "short_key"]
-
-COMMON_HEAD_DIMS = (128, 64)
 
 
 class DecodeListener(Protocol):
@@ -81,7 +80,7 @@ class TurboQuantProcessor(SerdeProcessor):
         self._listener: DecodeListener | None = None
         self._pool = ThreadPoolExecutor(settings.workers, thread_name_prefix="tq-offload")
         METRICS.expose()
-        self._pool.submit(self._warm_up, codec)
+        self._pool.submit(warm_up, codec, self.settings.head_dim)
 
     def attach(self, listener: DecodeListener) -> None:
         """Let an adapter that handles single failures take over; call it before the first task."""
@@ -130,14 +129,6 @@ class TurboQuantProcessor(SerdeProcessor):
         self._serialize_done.close()
         self._deserialize_done.close()
         METRICS.log.flush()
-
-    def _warm_up(self, codec: TurboQuantCodec) -> None:
-        """Have the kernels ready before the first chunk; in a worker thread, so that the start does not wait."""
-        for head_dim in (self.settings.head_dim,) if self.settings.head_dim else COMMON_HEAD_DIMS:
-            try:
-                codec.warm_up(head_dim)
-            except Exception as error:  # whatever it is, the first chunk will report it
-                logger().warning("TQ-Offload: cannot warm up kernels for head_dim %d: %s", head_dim, error)
 
     def _submit(
         self,

@@ -11,6 +11,7 @@ from tq_offload.kernels import BACKENDS
 from tq_offload.layout import MAX_HEAD_DIM
 from tq_offload.spec import SETTINGS as CODEC_SETTINGS
 from tq_offload.spec import CodecSpec
+from tq_offload.values import boolean, choice, integer
 
 __all__ = [
     "ENV_PREFIX",
@@ -42,7 +43,6 @@ UINT8_TYPES = ("none", "float8_e4m3fn", "float8_e5m2")
 MAX_WORKERS = 256
 
 _SECRET = ("pass", "url")  # a URL may hold a password
-_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _OWN_SETTINGS = ("head_dim", "workers", "threads", "uint8_as", "repair", "backend")
 SERDE_SETTINGS = (*CODEC_SETTINGS, *_OWN_SETTINGS)
 
@@ -234,28 +234,6 @@ def _build(
     return SerdeSettings(spec=CodecSpec.from_settings(codec, shown=shown), **values)  # type: ignore[arg-type]
 
 
-def _int(name: str, value: object, low: int, high: int) -> int:
-    number = value
-    if isinstance(value, str) and value.isascii() and value.isdigit():
-        number = int(value)
-    if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= high:
-        raise ConfigError(name, value, f"an integer from {low} to {high}")
-    return number
-
-
-def _bool(name: str, value: object) -> bool:
-    text = str(value).lower()
-    if text in _TRUE or text in _FALSE:
-        return text in _TRUE
-    raise ConfigError(name, value, [*_TRUE, *_FALSE])
-
-
-def _choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise ConfigError(name, value, allowed)
-    return str(value)
-
-
 def _gb(name: str, value: object) -> float:
     try:
         number = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else 0.0
@@ -270,15 +248,15 @@ _TIER_PARSERS: dict[str, Callable[[str, object], object]] = {
     "staging_gb": _gb,
     "queue_gb": _gb,
     "write_queue_gb": _gb,
-    "write_threads": lambda name, value: _int(name, value, 1, MAX_WORKERS),
-    "disk_fsync": lambda name, value: _choice(name, value, FSYNC),
+    "write_threads": lambda name, value: integer(name, value, 1, MAX_WORKERS),
+    "disk_fsync": lambda name, value: choice(name, value, FSYNC),
 }
 
 _PARSERS: dict[str, Callable[[str, object], object]] = {
-    "head_dim": lambda name, value: _int(name, value, 1, MAX_HEAD_DIM),
-    "workers": lambda name, value: _int(name, value, 1, MAX_WORKERS),
-    "threads": lambda name, value: _int(name, value, 1, MAX_WORKERS),
-    "uint8_as": lambda name, value: _choice(name, value, UINT8_TYPES),
-    "repair": _bool,
-    "backend": lambda name, value: _choice(name, value, ("auto", *BACKENDS)),
+    "head_dim": lambda name, value: integer(name, value, 1, MAX_HEAD_DIM),
+    "workers": lambda name, value: integer(name, value, 1, MAX_WORKERS),
+    "threads": lambda name, value: integer(name, value, 1, MAX_WORKERS),
+    "uint8_as": lambda name, value: choice(name, value, UINT8_TYPES),
+    "repair": boolean,
+    "backend": lambda name, value: choice(name, value, ("auto", *BACKENDS)),
 }
