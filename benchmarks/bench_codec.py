@@ -38,9 +38,10 @@ from benchmarks.render_docs import update
 from benchmarks.samples import Quantiles, where, whole, write_results
 from tq_offload.codec import TurboQuantCodec
 from tq_offload.kernels.cpu_numba import NumbaBackend
+from tq_offload.kernels.simd.config import host_lanes
 from tq_offload.spec import CodecSpec
 
-__all__ = ["Tensor", "fp8_serde", "main"]
+__all__ = ["Tensor", "fp8_serde", "main", "without_avx512"]
 
 PEERS: dict[str, Any] = {
     "fp8": codec_peers.fp8,
@@ -146,8 +147,24 @@ def avx2_only(args: argparse.Namespace) -> list[Result]:
     """The same with code for AVX2; nothing where numba does not compile for x86-64."""
     if platform.machine() != "x86_64":
         return []
-    found = [Result(**row) for row in in_a_process(args, "rates", NUMBA_CPU_NAME="haswell")]
+    lanes, rows = in_a_process(args, "rates", **without_avx512())
+    if lanes != 8:
+        raise SystemExit(f"the process for AVX2 has registers of {lanes} lanes")
+    found = [Result(**row) for row in rows]
     return [Result(**{**asdict(r), "method": "AVX2 only, " + r.method}) for r in found if "turboquant" in r.method]
+
+
+def without_avx512() -> dict[str, str]:
+    """Environment in which numba compiles as for a CPU that has AVX2 and nothing later.
+
+    The name of a CPU alone leaves the features of this one.
+    """
+    from llvmlite.binding import get_host_cpu_features
+
+    later = ("avx512", "avx10", "avxvnni", "avxifma", "avxne", "amx", "evex")
+    features = get_host_cpu_features()
+    kept = [f"{'-' if name.startswith(later) or not features[name] else '+'}{name}" for name in sorted(features)]
+    return {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ",".join(kept)}
 
 
 def in_a_process(args: argparse.Namespace, part: str, **env: str) -> Any:
@@ -232,7 +249,7 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(extra_memory(args)))
         return 0
     if args.part == "rates":
-        print(json.dumps([asdict(r) for r in measure(args, console)]))
+        print(json.dumps((host_lanes(), [asdict(r) for r in measure(args, console)])))
         return 0
     bad = False
     for head_dim in HEAD_DIMS if args.head_dim is None else (args.head_dim,):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import msgpack
@@ -56,6 +57,8 @@ _ALIGN = 64
 _MAX_HEADER = 64 * 1024
 _MAX_GROUPS = 256
 _MAX_LENGTH = 1 << 40
+_MODEL_AT = -DIGEST_SIZE  # from the end of a header in its shortest form, which ends with the key and the model
+_KEY_AT = _MODEL_AT - len(msgpack.packb("model")) - 2 - DIGEST_SIZE
 _SPEC_KEYS = {
     "kb": "key_bits", "vb": "value_bits", "seed": "seed", "mean": "mean", "kr": "key_rule", "vr": "value_rule",
     "fit": "fit_range", "qjl": "qjl", "ko": "key_outliers", "first": "protect_first", "last": "protect_last",
@@ -70,6 +73,11 @@ class Section:
     nbytes: int
     shape: tuple[int, ...]
     item_size: int
+
+    def rows(self, start: int, stop: int) -> Section:
+        """The part of it that holds rows of its first dimension."""
+        one = self.nbytes // self.shape[0]
+        return Section(self.offset + start * one, (stop - start) * one, (stop - start, *self.shape[1:]), self.item_size)
 
 
 @dataclass(frozen=True)
@@ -95,10 +103,35 @@ class StreamPlan:
     sketch: Section | None
     raw_section: Section | None
 
+    def sections(self) -> list[Section]:
+        """Those that are there."""
+        found = (getattr(self, name) for name in (*_BY_PLANE, "raw_section"))
+        return [section for section in found if section is not None]
 
-@dataclass(frozen=True)
+    def cut(self, parts: int) -> list[StreamPlan]:
+        """The coded planes in up to `parts` runs, without the protected ones."""
+        bounds = [self.coded.planes * i // parts for i in range(parts + 1)]
+        return [self._planes(start, stop) for start, stop in pairwise(bounds) if start < stop]
+
+    def _planes(self, start: int, stop: int) -> StreamPlan:
+        offset = self.coded.offset + start * self.coded.plane_stride
+        coded = replace(self.coded, planes=stop - start, offset=offset)
+        sections = {name: getattr(self, name) for name in _BY_PLANE}
+        cut: dict[str, Any] = {name: s if s is None else s.rows(start, stop) for name, s in sections.items()}
+        return replace(self, coded=coded, raw=(), raw_section=None, **cut)
+
+
+_BY_PLANE = (
+    "means", "scales", "codes", "outlier_channels", "outlier_ranges", "outlier_codes", "sketch_scales", "sketch",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
 class FramePlan:
-    """The map of a frame: for every group its streams, or the section of an opaque group, and the length in bytes."""
+    """The map of a frame: for every group its streams, or the section of an opaque group, and the length in bytes.
+
+    There is one for a spec and a layout as long as `make_plan` remembers it: plans are compared and hashed by identity.
+    """
 
     spec: CodecSpec
     layout: ChunkLayout
@@ -235,14 +268,17 @@ def make_plan(spec: CodecSpec, layout: ChunkLayout) -> FramePlan:
     return FramePlan(spec, layout, header_length, tuple(groups), tuple(opaque), cursor.at)
 
 
-def _sections(plan: FramePlan) -> list[Section]:
+@lru_cache(maxsize=256)
+def _fixed_parts(plan: FramePlan) -> tuple[bytes, list[tuple[int, int]]]:
+    """What is the same in every frame of a plan: the header with a key and a model of zeros, and where padding is."""
     found = [s for s in plan.opaque if s is not None]
-    for group in plan.groups:
-        for p in group:
-            outliers = (p.outlier_channels, p.outlier_ranges, p.outlier_codes)
-            parts = (p.means, p.scales, p.codes, *outliers, p.sketch_scales, p.sketch, p.raw_section)
-            found.extend(s for s in parts if s is not None)
-    return sorted(found, key=lambda s: s.offset)
+    found += [section for group in plan.groups for stream in group for section in stream.sections()]
+    at, gaps = _PREAMBLE.size + plan.header_length, []
+    for section in sorted(found, key=lambda s: s.offset):
+        gaps.append((at, section.offset))
+        at = section.offset + section.nbytes
+    gaps.append((at, plan.length))
+    return _pack_header(plan.spec, plan.layout, UNBOUND, UNBOUND), [(a, b) for a, b in gaps if a < b]
 
 
 def write_header(plan: FramePlan, out: memoryview, *, key: bytes, model: bytes) -> None:
@@ -254,14 +290,12 @@ def write_header(plan: FramePlan, out: memoryview, *, key: bytes, model: bytes) 
         key: Digest of the cache key, 16 bytes.
         model: Fingerprint of the model, 16 bytes.
     """
-    header = _pack_header(plan.spec, plan.layout, key, model)
+    header, gaps = _fixed_parts(plan)
+    header = header[:_KEY_AT] + key + header[_KEY_AT + DIGEST_SIZE : _MODEL_AT] + model
     out[: _PREAMBLE.size] = _PREAMBLE.pack(MAGIC, VERSION, 0, len(header), plan.length, 0)
-    at = _PREAMBLE.size + len(header)
-    out[_PREAMBLE.size : at] = header
-    for section in _sections(plan):
-        out[at : section.offset] = bytes(section.offset - at)
-        at = section.offset + section.nbytes
-    out[at : plan.length] = bytes(plan.length - at)
+    out[_PREAMBLE.size : _PREAMBLE.size + len(header)] = header
+    for start, stop in gaps:
+        out[start:stop] = bytes(stop - start)
 
 
 def _checksum(frame: memoryview) -> int:
@@ -298,21 +332,29 @@ def read_header(frame: memoryview) -> tuple[FrameHeader, FramePlan]:
     end = _PREAMBLE.size + header_length
     if end > len(frame):
         raise FrameLengthError("the header does not end inside the buffer")
-    spec, layout, key, model = _parse_header(bytes(frame[_PREAMBLE.size : end]))
-    try:
-        plan = make_plan(spec, layout)
-    except LayoutError as error:
-        raise FrameHeaderError(str(error)) from error
+    header = bytes(frame[_PREAMBLE.size : end])
+    key, model = header[_KEY_AT : _KEY_AT + DIGEST_SIZE], header[_MODEL_AT:]
+    plan = _plan_of(header[:_KEY_AT] + UNBOUND + header[_KEY_AT + DIGEST_SIZE : _MODEL_AT] + UNBOUND)
     if plan.header_length != header_length:
         raise FrameHeaderError("the header is not in its shortest form")
     if plan.length != length:
         raise FrameLengthError(f"the layout needs {plan.length} bytes, the frame has {length}")
     if _checksum(frame) != checksum:
         raise ChecksumError("the checksum does not match")
-    return FrameHeader(version, spec, layout, key, model, length, checksum), plan
+    return FrameHeader(version, plan.spec, plan.layout, key, model, length, checksum), plan
 
 
-def _parse_header(data: bytes) -> tuple[CodecSpec, ChunkLayout, bytes, bytes]:
+@lru_cache(maxsize=256)
+def _plan_of(header: bytes) -> FramePlan:
+    """The plan of all frames that have this header but for key and model, which are zeros here."""
+    spec, layout = _parse_header(header)
+    try:
+        return make_plan(spec, layout)
+    except LayoutError as error:
+        raise FrameHeaderError(str(error)) from error
+
+
+def _parse_header(data: bytes) -> tuple[CodecSpec, ChunkLayout]:
     try:
         header = msgpack.unpackb(
             data, raw=False, strict_map_key=True, max_str_len=256, max_bin_len=256, max_array_len=_MAX_GROUPS,
@@ -339,7 +381,7 @@ def _typed(value: Any, kind: type) -> Any:
     return value
 
 
-def _read_fields(header: Any) -> tuple[CodecSpec, ChunkLayout, bytes, bytes]:
+def _read_fields(header: Any) -> tuple[CodecSpec, ChunkLayout]:
     codec, spec_map, groups, key, model = _fields(header, ("codec", "spec", "groups", "key", "model"))
     if codec != "turboquant":
         raise UnsupportedVersionError(f"unknown codec {str(codec)[:32]!r}")
@@ -355,4 +397,4 @@ def _read_fields(header: Any) -> tuple[CodecSpec, ChunkLayout, bytes, bytes]:
     for value in (key, model):
         if len(_typed(value, bytes)) != DIGEST_SIZE:
             raise FrameHeaderError(f"a digest has {DIGEST_SIZE} bytes")
-    return spec, ChunkLayout(tuple(layouts)), key, model
+    return spec, ChunkLayout(tuple(layouts))

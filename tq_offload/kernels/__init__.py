@@ -15,13 +15,12 @@ from tq_offload.kernels.base import (
     Sections,
     Stream,
     VectorParams,
-    split_planes,
     stream_params,
 )
 
 __all__ = [
     "AUTOMATIC", "BACKENDS", "BACKEND_ENV", "Backend", "Chunks", "Decoder", "Sections", "Stream", "VectorParams",
-    "get_backend", "split_planes", "stream_params",
+    "get_backend", "stream_params",
 ]  # fmt: skip
 
 BACKEND_ENV = "TQ_OFFLOAD_BACKEND"

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from tq_offload.frame import StreamPlan
+from tq_offload.buffers import all_finite, section_view
+from tq_offload.frame import Section, StreamPlan
 from tq_offload.layout import Stream
 
 __all__ = [
     "Backend",
     "Chunks",
     "Decoder",
+    "FiniteCheck",
     "Sections",
+    "SectionsCoder",
     "Stream",
+    "StreamCoder",
     "VectorParams",
+    "check_finite",
     "decode_each",
-    "split_planes",
     "stream_params",
+    "stream_sections",
 ]
 
 Array = npt.NDArray[Any]
@@ -81,19 +85,58 @@ class Sections:
         return self.means is None or not np.take_along_axis(self.means, channels, axis=-1).any()
 
 
-def split_planes(stream: Stream, sections: Sections, parts: int) -> list[tuple[Stream, Sections]]:
-    """The stream in up to `parts` runs of planes, each with its part of the sections."""
-    if parts == 1:
-        return [(stream, sections)]
-    found = []
-    bounds = [stream.planes * i // parts for i in range(parts + 1)]
-    for start, stop in pairwise(bounds):
-        if start < stop:
-            offset = stream.offset + start * stream.plane_stride
-            views = {f.name: getattr(sections, f.name) for f in fields(sections)}
-            cut: dict[str, Any] = {name: None if view is None else view[start:stop] for name, view in views.items()}
-            found.append((replace(stream, planes=stop - start, offset=offset), Sections(**cut)))
-    return found
+def stream_sections(plan: StreamPlan, frame: Array) -> Sections:
+    """Views of a stream's sections in a frame."""
+
+    def view(section: Section | None, dtype: Any) -> Any:
+        return None if section is None else section_view(frame, section, dtype)
+
+    return Sections(
+        means=view(plan.means, np.uint16),
+        scales=view(plan.scales, np.uint16),
+        codes=view(plan.codes, np.uint8),
+        sketch_scales=view(plan.sketch_scales, np.uint16),
+        sketch=view(plan.sketch, np.uint8),
+        outlier_channels=view(plan.outlier_channels, np.uint16),
+        outlier_ranges=view(plan.outlier_ranges, np.float32),
+        outlier_codes=view(plan.outlier_codes, np.uint8),
+    )
+
+
+class StreamCoder(Protocol):
+    """Codes one stream of all the frames of a plan: what the plan settles is worked out once."""
+
+    def encode(self, src: Array, frame: Array) -> None:
+        """As `Backend.encode`, into the stream's sections in the frame, u8 [length], aligned to 4 bytes."""
+
+    def decode(self, dst: Array, frame: Array) -> None:
+        """As `Backend.decode`."""
+
+
+@dataclass(frozen=True)
+class SectionsCoder:
+    """The `StreamCoder` of a backend that has nothing to work out."""
+
+    backend: Backend
+    plan: StreamPlan
+    params: VectorParams
+
+    def encode(self, src: Array, frame: Array) -> None:
+        """See `StreamCoder.encode`."""
+        self.backend.encode(src, self.plan.coded, self.params, stream_sections(self.plan, frame))
+
+    def decode(self, dst: Array, frame: Array) -> None:
+        """See `StreamCoder.decode`."""
+        self.backend.decode(dst, self.plan.coded, self.params, stream_sections(self.plan, frame))
+
+
+def check_finite(places: Array) -> FiniteCheck:
+    """The `Backend.finite_check` of a backend that has no faster one."""
+
+    def check(frame: Array) -> bool:
+        return all(all_finite(frame[at : at + 2 * count].view(np.uint16), "bfloat16") for at, count in places.tolist())
+
+    return check
 
 
 @dataclass(frozen=True)
@@ -118,6 +161,9 @@ class Chunks:
 Strides = tuple[int, int, int]
 """Elements from a row, a vector and a token to the next."""
 
+FiniteCheck = Callable[[Array], bool]
+"""Whether numbers in a frame, u8 [length] and aligned to 4 bytes, are finite."""
+
 Decoder = Callable[[Array, Strides], None]
 """Decodes chunks into a tensor [rows, J, tokens, D]: its 1-D bits from its first element on, and its strides."""
 
@@ -126,6 +172,9 @@ class Backend(Protocol):
     """One implementation of the arithmetic of the wire format. All of them write the same bytes."""
 
     name: str
+
+    def __hash__(self) -> int:
+        """By identity: coders are remembered for a backend."""
 
     def encode(self, src: Array, stream: Stream, params: VectorParams, out: Sections) -> None:
         """Encode a stream into `out`.
@@ -139,6 +188,16 @@ class Backend(Protocol):
 
     def decode(self, dst: Array, stream: Stream, params: VectorParams, sections: Sections) -> None:
         """Decode a stream in place into `dst`, 1-D bits as for `encode`. Writes the stream's elements only."""
+
+    def coder(self, plan: StreamPlan, params: VectorParams) -> StreamCoder:
+        """What codes the coded planes of a stream of frames; its chunk has the dtype of `params`."""
+
+    def finite_check(self, places: Array) -> FiniteCheck:
+        """What tells whether the bfloat16 numbers in these places of a frame are finite.
+
+        Args:
+            places: i64 [n, 2]: offsets in bytes, which are even, and counts.
+        """
 
     def decoder(self, dim: int, chunks: Sequence[Chunks]) -> Decoder:
         """A function that decodes all of these chunks, for data that is decoded again and again.

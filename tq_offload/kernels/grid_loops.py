@@ -8,8 +8,12 @@ import numpy as np
 
 from tq_offload.kernels.simd.jit import jit
 
-__all__ = ["LSQ", "NORM", "RULES", "UNBIASED", "Coding", "Grid", "address", "address_of", "keep"]
+__all__ = [
+    "LSQ", "NORM", "RULES", "TO_A_LINE", "UNBIASED", "Coding", "Grid", "address", "address_of", "aligned", "keep",
+]  # fmt: skip
 
+CACHE_LINE = 64
+TO_A_LINE = CACHE_LINE // 4  # f32 that work space has more than is used of it from `aligned` on
 RULES = ("lsq", "norm", "unbiased")
 LSQ, NORM, UNBIASED = 0, 1, 2
 
@@ -30,29 +34,35 @@ class Grid(NamedTuple):
 class Coding(NamedTuple):
     """How a stream is coded, and the addresses of its sections (0: absent).
 
-    `rule` is an index of `RULES`. `only` is a u8 [P, T, J] mask of the vectors to do, or 0 for all of them.
-    `alpha` and `beta` are those of the range fit; 1 and 0 turn it off, exactly. `outliers` is the number of channels
-    of a vector that are coded apart.
+    `rule` is an index of `RULES`. `alpha` and `beta` are those of the range fit; 1 and 0 turn it off, exactly.
+    `outliers` is the number of channels of a vector that are coded apart. `only` is a u8 [P, T, J] mask of the vectors
+    to do, or 0 for all of them.
     """
 
     bits: int
     rule: int
-    means: int
-    scales: int
-    codes: int
-    only: int
     alpha: np.float32
     beta: np.float32
     outliers: int
-    outlier_channels: int
-    outlier_ranges: int
-    outlier_codes: int
+    means: int = 0
+    scales: int = 0
+    codes: int = 0
+    outlier_channels: int = 0
+    outlier_ranges: int = 0
+    outlier_codes: int = 0
+    only: int = 0
 
 
 @jit
 def address(space: Any) -> Any:
     """Address of an array, as a signed integer: a mix of the two would compile every helper twice."""
     return np.int64(space.ctypes.data)
+
+
+@jit
+def aligned(space: Any) -> Any:
+    """Address of the first cache line in work space: registers that lie across two lines are read and written twice."""
+    return (address(space) + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
 
 
 @jit

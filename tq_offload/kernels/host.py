@@ -1,24 +1,25 @@
 """The sections of frames from and to chunks in CPU memory: the twin of `device`.
 
-Streams are cut into jobs for the codec's threads; the backend does the arithmetic.
+Streams are cut into jobs for the codec's threads; the backend does the arithmetic. What a plan settles is worked out
+once: between the calls into compiled code a chunk runs as little Python as possible, which threads could only run in
+turn, and with the caches that the kernels leave.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
 
 from tq_offload.buffers import Array, all_finite, flat_bits, grid_view, section_view
-from tq_offload.errors import NonFiniteError
-from tq_offload.frame import FramePlan, Section, StreamPlan
+from tq_offload.errors import FrameContentError, NonFiniteError
+from tq_offload.frame import FramePlan, StreamPlan
 from tq_offload.jobs import Job, JobPool
-from tq_offload.kernels.base import Backend, Sections, Stream, split_planes, stream_params
+from tq_offload.kernels.base import Backend, FiniteCheck, StreamCoder, stream_params, stream_sections
 
-__all__ = ["decode_sections", "encode_sections", "stream_sections"]
+__all__ = ["check_content", "decode_sections", "encode_sections"]
 
 
 def encode_sections(
@@ -29,7 +30,7 @@ def encode_sections(
     Args:
         tensors: One for each group.
         plan: The plan of the frame.
-        frame: u8 [plan.length]; nothing is written before its first section.
+        frame: u8 [plan.length], aligned to 4 bytes; nothing is written before its first section.
         backend: What encodes a stream.
         pool: Whose threads do it.
 
@@ -37,13 +38,13 @@ def encode_sections(
         NonFiniteError: NaN or Inf in a coded group.
     """
     jobs: list[Job] = []
-    for group, opaque, tensor, streams in zip(plan.layout.groups, plan.opaque, tensors, plan.groups, strict=True):
+    for number, (tensor, coders) in enumerate(zip(tensors, _coders(plan, backend, pool.threads), strict=True)):
+        group, opaque = plan.layout.groups[number], plan.opaque[number]
         flat = flat_bits(tensor, group)
         if opaque is not None:
             section_view(frame, opaque, np.uint8)[...] = flat.view(np.uint8)
-        for stream in streams:
-            jobs += _coding_jobs(backend.encode, flat, stream, group.dtype, plan, frame, pool)
-            jobs.append(partial(_encode_raw, flat, stream, group.dtype, frame))
+        jobs += [partial(coder.encode, flat, frame) for coder in coders]
+        jobs += [partial(_encode_raw, flat, stream, group.dtype, frame) for stream in plan.groups[number] if stream.raw]
     pool.run(jobs)
 
 
@@ -52,69 +53,74 @@ def decode_sections(
 ) -> None:
     """Decode a frame whose header and content are right into contiguous tensors that fit it. Args as above."""
     jobs: list[Job] = []
-    for group, opaque, tensor, streams in zip(plan.layout.groups, plan.opaque, tensors, plan.groups, strict=True):
+    for number, (tensor, coders) in enumerate(zip(tensors, _coders(plan, backend, pool.threads), strict=True)):
+        group, opaque = plan.layout.groups[number], plan.opaque[number]
         flat = flat_bits(tensor, group)
         if opaque is not None:
             flat.view(np.uint8)[...] = section_view(frame, opaque, np.uint8)
-        for stream in streams:
-            jobs += _coding_jobs(backend.decode, flat, stream, group.dtype, plan, frame, pool)
-            jobs.append(partial(_decode_raw, flat, stream, frame))
+        jobs += [partial(coder.decode, flat, frame) for coder in coders]
+        jobs += [partial(_decode_raw, flat, stream, frame) for stream in plan.groups[number] if stream.raw]
     pool.run(jobs)
 
 
-def stream_sections(plan: StreamPlan, frame: Array) -> Sections:
-    """Views of a stream's sections in a frame."""
+def check_content(plan: FramePlan, frame: Array, backend: Backend) -> None:
+    """Check what decoding relies on and every encoder writes: finite scales and means, outlier channels in order.
 
-    def view(section: Section | None, dtype: Any) -> Any:
-        return None if section is None else section_view(frame, section, dtype)
+    Args:
+        plan: The plan of the frame.
+        frame: u8 [plan.length], aligned to 4 bytes.
+        backend: Whatever decodes the frame.
 
-    return Sections(
-        means=view(plan.means, np.uint16),
-        scales=view(plan.scales, np.uint16),
-        codes=view(plan.codes, np.uint8),
-        sketch_scales=view(plan.sketch_scales, np.uint16),
-        sketch=view(plan.sketch, np.uint8),
-        outlier_channels=view(plan.outlier_channels, np.uint16),
-        outlier_ranges=view(plan.outlier_ranges, np.float32),
-        outlier_codes=view(plan.outlier_codes, np.uint8),
-    )
+    Raises:
+        FrameContentError: It is not so.
+    """
+    if not _finite_check(plan, backend)(frame):
+        raise FrameContentError("a scale or mean is not finite")
+    for stream in (stream for group in plan.groups for stream in group):
+        if stream.outliers and not stream_sections(stream, frame).outliers_fit(stream.coded.dim):
+            raise FrameContentError("the outlier channels are not what an encoder writes")
 
 
-def _coding_jobs(
-    code: Callable[..., None],
-    flat: Array,
-    stream: StreamPlan,
-    dtype: str,
-    plan: FramePlan,
-    frame: Array,
-    pool: JobPool,
-) -> list[Job]:
-    if not stream.coded.planes:
-        return []
-    params = stream_params(stream, dtype, plan.spec.seed)
-    parts = split_planes(stream.coded, stream_sections(stream, frame), pool.threads)
-    return [partial(code, flat, part, params, sections) for part, sections in parts]
+@lru_cache(maxsize=256)
+def _finite_check(plan: FramePlan, backend: Backend) -> FiniteCheck:
+    """What checks the scales and means of a plan's frames."""
+    streams = [stream for group in plan.groups for stream in group]
+    sections = [s for p in streams for s in (p.means, p.scales, p.sketch_scales) if s is not None]
+    places = np.array([(s.offset, s.nbytes // 2) for s in sections], np.int64).reshape(-1, 2)
+    return backend.finite_check(places)
+
+
+@lru_cache(maxsize=256)
+def _coders(plan: FramePlan, backend: Backend, parts: int) -> list[list[StreamCoder]]:
+    """For every group what codes its streams, each in up to `parts` parts."""
+
+    def of_group(dtype: str, streams: Sequence[StreamPlan]) -> list[StreamCoder]:
+        pairs = [
+            (part, stream_params(stream, dtype, plan.spec.seed)) for stream in streams for part in stream.cut(parts)
+        ]
+        return [backend.coder(part, params) for part, params in pairs]
+
+    return [of_group(group.dtype, plans) for group, plans in zip(plan.layout.groups, plan.groups, strict=True)]
 
 
 def _encode_raw(flat: Array, plan: StreamPlan, dtype: str, frame: Array) -> None:
     """Copy the protected planes of a stream to their section."""
-    if plan.raw_section is not None:
-        for stored, live in _raw_planes(plan.raw, section_view(frame, plan.raw_section, flat.dtype), flat):
-            if not all_finite(live, dtype):
-                raise NonFiniteError("NaN or Inf in a protected layer of the KV chunk")
-            stored[...] = live
+    for stored, live in _raw_planes(plan, flat, frame):
+        if not all_finite(live, dtype):
+            raise NonFiniteError("NaN or Inf in a protected layer of the KV chunk")
+        stored[...] = live
 
 
 def _decode_raw(flat: Array, plan: StreamPlan, frame: Array) -> None:
     """Undo `_encode_raw`."""
-    if plan.raw_section is not None:
-        for stored, live in _raw_planes(plan.raw, section_view(frame, plan.raw_section, flat.dtype), flat):
-            live[...] = stored
+    for stored, live in _raw_planes(plan, flat, frame):
+        live[...] = stored
 
 
-def _raw_planes(grids: Sequence[Stream], raw: Array, flat: Array) -> Iterator[tuple[Array, Array]]:
+def _raw_planes(plan: StreamPlan, flat: Array, frame: Array) -> Iterator[tuple[Array, Array]]:
     """The protected planes, as pairs of views: in the frame's section and in the chunk."""
-    at = 0
-    for grid in grids:
-        yield raw[at : at + grid.planes], grid_view(flat, grid)
+    assert plan.raw_section is not None
+    section, at = section_view(frame, plan.raw_section, flat.dtype), 0
+    for grid in plan.raw:
+        yield section[at : at + grid.planes], grid_view(flat, grid)
         at += grid.planes

@@ -67,9 +67,10 @@ def _signs(seed: int, dim: int) -> Array:
 
 @lru_cache(maxsize=64)
 def _sign_bits(seed: int, dim: int, lanes: int) -> Array:
-    """Sign bits of stage 0 as u32 [D], paired (see `SimdTables`)."""
+    """Sign bits of stage 0 as u32 [D], paired (see `SimdTables`), aligned to cache lines."""
     bits = rotation.signs(seed, 0, dim).view(np.uint32) & np.uint32(0x80000000)
-    return np.ascontiguousarray(bits.reshape(-1, lanes, 2).swapaxes(1, 2)).reshape(-1)
+    paired = np.ascontiguousarray(bits.reshape(-1, lanes, 2).swapaxes(1, 2)).reshape(-1)
+    return _cache_lines([paired.view(np.float32)], dim).view(np.uint32)
 
 
 @lru_cache(maxsize=64)

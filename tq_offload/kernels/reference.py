@@ -8,7 +8,20 @@ import numpy as np
 import torch
 
 from tq_offload.errors import NonFiniteError
-from tq_offload.kernels.base import Array, Chunks, Decoder, Sections, Stream, VectorParams, decode_each
+from tq_offload.frame import StreamPlan
+from tq_offload.kernels.base import (
+    Array,
+    Chunks,
+    Decoder,
+    FiniteCheck,
+    Sections,
+    SectionsCoder,
+    Stream,
+    StreamCoder,
+    VectorParams,
+    check_finite,
+    decode_each,
+)
 from tq_offload.outliers import Outliers, add_coarse, split_outliers, take_coarse
 from tq_offload.quantizer import EncodedVectors, chunk_mean, decode_vectors, encode_vectors, to_bf16_bits
 
@@ -95,6 +108,14 @@ class ReferenceBackend:
             out = add_coarse(out, Outliers(channels, ranges, codes))
         top = torch.finfo(dtype).max
         view.copy_(out.clamp(-top, top).to(dtype))
+
+    def coder(self, plan: StreamPlan, params: VectorParams) -> StreamCoder:
+        """See `Backend.coder`."""
+        return SectionsCoder(self, plan, params)
+
+    def finite_check(self, places: Array) -> FiniteCheck:
+        """See `Backend.finite_check`."""
+        return check_finite(places)
 
     def decoder(self, dim: int, chunks: Sequence[Chunks]) -> Decoder:
         """See `Backend.decoder`."""

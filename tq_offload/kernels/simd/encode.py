@@ -1,7 +1,8 @@
 """SIMD encoding of one vector in three passes, D a power of two from 16 to 512 (docs/wire-format.md, section 5).
 
-The passes are apart so that the driver can run each over a batch of vectors: square roots and divisions between them
-then do not wait for one another. "Paired" order: of every two registers' worth first the even, then the odd elements.
+The passes are apart so that each can be run over a batch of vectors: square roots and divisions between them then do
+not wait for one another, and the lanes of sums are folded for all vectors at once (`batch`). "Paired" order: of every
+two registers' worth first the even, then the odd elements.
 """
 
 from __future__ import annotations
@@ -13,69 +14,111 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from tq_offload import codebook
-from tq_offload.kernels.simd.batch import FIELD_BYTES, NU, NV, TC
+from tq_offload.kernels.simd.batch import LARGEST_PART, NU_PARTS, NV_PARTS, PART_BYTES, PRODUCT_PARTS
 from tq_offload.kernels.simd.cells import SIGNED_BITS, cells, signed_cells
 from tq_offload.kernels.simd.config import KernelConfig
 from tq_offload.kernels.simd.elements import load_pair
 from tq_offload.kernels.simd.tile import Tile, paired
 from tq_offload.kernels.simd.vector import I8, I64, Lanes, gather, halving_tree
 
-__all__ = ["add_elements", "pack_codes", "quantise", "quantised", "rotate", "squared_norms"]
+__all__ = [
+    "TOGETHER",
+    "add_one",
+    "add_together",
+    "pack_codes",
+    "quantise",
+    "quantised",
+    "rotate",
+    "squared_norm",
+    "squared_norms",
+]
 
 
 def _emitter(context: Any, builder: Any, config: Any) -> tuple[Lanes, KernelConfig]:
     return Lanes(context, builder, config.config.permute, config.config.lanes), config.config
 
 
+def _adder(count: int) -> Any:
+    """(config, source, stride, sums): add `count` vectors, `stride` bytes apart, to f32 [D] at `sums`, paired."""
+
+    def typing(_context: Any, config: Any, _source: Any, _stride: Any, _sums: Any) -> Any:
+        def codegen(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+            v, settings = _emitter(context, builder, config)
+            _, source, stride, sums = args
+            rows = [v.b.add(source, v.b.mul(stride, I64(row))) for row in range(count)]
+            for first in range(0, settings.dim, 2 * v.lanes):
+                places = [4 * (first + v.lanes * k) for k in (0, 1)]
+                totals = [v.load(sums, at, v.fv) for at in places]
+                for row in rows:
+                    pair = load_pair(v, settings.format, row, first)
+                    totals = [v.b.fadd(total, x) for total, x in zip(totals, pair, strict=True)]
+                for total, at in zip(totals, places, strict=True):
+                    v.store(total, sums, at)
+            return context.get_dummy_value()
+
+        return types.void(config, types.int64, types.int64, types.int64), codegen
+
+    return intrinsic(typing)
+
+
+TOGETHER = 4  # vectors that are added up in registers
+add_one, add_together = _adder(1), _adder(TOGETHER)
+
+
+def _squares(v: Lanes, settings: KernelConfig, source: Any, means: list[Any]) -> list[Any]:
+    """Lanes of the sums of (v - mean)**2 over the even and over the odd elements, for each mean; None: of v**2."""
+
+    def leaf(i: int) -> list[Any]:
+        first = 2 * v.lanes * i
+        pair, values = load_pair(v, settings.format, source, first), []
+        for mean in means:
+            for k, x in enumerate(pair):
+                shifted = x if mean is None else v.b.fsub(x, v.load(mean, 4 * (first + v.lanes * k), v.fv))
+                values.append(v.b.fmul(shifted, shifted))
+        return values
+
+    return halving_tree(leaf, v.b.fadd, settings.dim // (2 * v.lanes))
+
+
 @intrinsic
-def add_elements(_context: Any, config: Any, _source: Any, _sums: Any) -> Any:
-    """(config, source, sums): add the elements of a vector to f32 [D] at `sums`, paired."""
+def squared_norms(_context: Any, config: Any, _source: Any, _mean: Any, _parts: Any) -> Any:
+    """(config, source, mean f32 [D] paired, parts of the vector): lanes of hsum(v*v) and hsum((v - mean)**2)."""
 
     def codegen(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
         v, settings = _emitter(context, builder, config)
-        for first in range(0, settings.dim, 2 * v.lanes):
-            for k, x in enumerate(load_pair(v, settings.format, args[1], first)):
-                at = 4 * (first + v.lanes * k)
-                v.store(v.b.fadd(v.load(args[2], at, v.fv), x), args[2], at)
-        return context.get_dummy_value()
-
-    return types.void(config, types.int64, types.int64), codegen
-
-
-@intrinsic
-def squared_norms(_context: Any, config: Any, _source: Any, _mean: Any, _out: Any) -> Any:
-    """(config, source, mean f32 [D] paired, out): hsum(v*v) and hsum((v - mean)**2) to NV and NU of the vector."""
-
-    def codegen(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        v, settings = _emitter(context, builder, config)
-        _, source, mean, out = args
-
-        def squares(i: int) -> list[Any]:
-            first = 2 * v.lanes * i
-            pair = load_pair(v, settings.format, source, first)
-            values = [v.b.fmul(x, x) for x in pair]
-            shifted = [v.b.fsub(x, v.load(mean, 4 * (first + v.lanes * k), v.fv)) for k, x in enumerate(pair)]
-            return values + [v.b.fmul(x, x) for x in shifted]
-
-        sums = halving_tree(squares, v.b.fadd, settings.dim // (2 * v.lanes))
-        for k in range(0, len(sums), 2):
-            even, odd = v.horizontal_sums(sums[k], sums[k + 1])
-            v.store(v.b.fadd(even, odd), out, FIELD_BYTES * (NU if k else NV))
+        _, source, mean, parts = args
+        places = [place + k * PART_BYTES for place in (NV_PARTS, NU_PARTS) for k in (0, 1)]
+        for total, place in zip(_squares(v, settings, source, [None, mean]), places, strict=True):
+            v.store(total, parts, place)
         return context.get_dummy_value()
 
     return types.void(config, types.int64, types.int64, types.int64), codegen
 
 
 @intrinsic
-def rotate(_context: Any, config: Any, _source: Any, _mean: Any, _signs: Any, _out: Any) -> Any:
-    """(config, source, mean f32 [D] paired, signs u32 [D] paired, out) -> max |y|.
+def squared_norm(_context: Any, config: Any, _source: Any, _mean: Any, _parts: Any) -> Any:
+    """(config, source, mean f32 [D] paired, one of the parts of the vector): lanes of hsum((v - mean)**2)."""
 
-    y = rotation(v - mean) to f32 [D] at `out`, natural order. Where no mean is to be taken off, `mean` points to zeros.
+    def codegen(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        v, settings = _emitter(context, builder, config)
+        for k, total in enumerate(_squares(v, settings, args[1], [args[2]])):
+            v.store(total, args[3], k * PART_BYTES)
+        return context.get_dummy_value()
+
+    return types.void(config, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def rotate(_context: Any, config: Any, _source: Any, _mean: Any, _signs: Any, _out: Any, _parts: Any) -> Any:
+    """(config, source, mean f32 [D] paired, signs u32 [D] paired, out, parts of the vector).
+
+    y = rotation(v - mean) to f32 [D] at `out`, natural order, and lanes of max |y| to the parts. Where no mean is to be
+    taken off, `mean` points to zeros.
     """
 
     def codegen(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
         v, settings = _emitter(context, builder, config)
-        _, source, mean, signs, out = args
+        _, source, mean, signs, out, parts = args
         regs = []
         for first in range(0, settings.dim, 2 * v.lanes):
             for k, x in enumerate(load_pair(v, settings.format, source, first)):
@@ -87,11 +130,12 @@ def rotate(_context: Any, config: Any, _source: Any, _mean: Any, _signs: Any, _o
         for k, y in enumerate(regs):
             v.store(y, out, 4 * v.lanes * k)
             if k:
-                top = v.maximum(top, v.absolute(y))
-        return v.horizontal_maximum(top)
+                top = v.larger_magnitude(top, y)
+        v.store(top, parts, LARGEST_PART)
+        return context.get_dummy_value()
 
     i64 = types.int64
-    return types.float32(config, i64, i64, i64, i64), codegen
+    return types.void(config, i64, i64, i64, i64, i64), codegen
 
 
 def _transform(v: Lanes, regs: list[Any]) -> list[Any]:
@@ -110,17 +154,17 @@ def _transform(v: Lanes, regs: list[Any]) -> list[Any]:
 
 @intrinsic
 def quantise(
-    _context: Any, config: Any, _y: Any, _inverse: Any, _inside: Any, _base: Any, _levels: Any, _codes: Any, _out: Any
+    _context: Any, config: Any, _y: Any, _inverse: Any, _inside: Any, _base: Any, _levels: Any, _codes: Any, _parts: Any
 ) -> Any:
     """Codes of t = y * inverse, and the sums that the scale rules need.
 
-    (config, y f32 [D], inverse, the tables of `cells` and the positive levels, codes, out), all but `inverse` as
-    addresses. The sums of t*c, c*c and, unless `config.lsq`, t*t go to TC, CC and TT of the vector at `out`.
+    (config, y f32 [D], inverse, the tables of `cells` and the positive levels, codes, parts of the vector), all but
+    `inverse` as addresses. Lanes of the sums of t*c, c*c and, unless `config.lsq`, t*t go to the parts.
     """
 
     def codegen(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
         v, settings = _emitter(context, builder, config)
-        _, y, inverse, inside, base, levels, out_codes, out = args
+        _, y, inverse, inside, base, levels, out_codes, parts = args
         inverses = v.broadcast(inverse)
         codes: list[Any] = [None] * (settings.dim // v.lanes)
 
@@ -133,8 +177,8 @@ def quantise(
         many = 4 if settings.bits == 4 else 32 // v.lanes
         for first in range(0, len(codes), many):
             pack_codes(v, settings.bits, codes[first : first + many], out_codes, first * v.lanes * settings.bits // 8)
-        for k, total in enumerate([*v.horizontal_sums(*sums[:2]), *v.horizontal_sums(sums[-1], sums[-1])][: len(sums)]):
-            v.store(total, out, FIELD_BYTES * (TC + k))
+        for k, total in enumerate(sums):
+            v.store(total, parts, PRODUCT_PARTS + k * PART_BYTES)
         return context.get_dummy_value()
 
     i64 = types.int64
@@ -153,11 +197,10 @@ def quantised(v: Lanes, bits: int, t: Any, inside: Any, base: Any, levels: Any) 
 
 def _by_signed_cells(v: Lanes, bits: int, t: Any) -> tuple[Any, Any, Any]:
     table = signed_cells(bits)
-    near = v.b.select(v.b.fcmp_ordered("<", t, v.f(table.limit)), t, v.f(table.limit))
-    near = v.b.select(v.b.fcmp_ordered(">", near, v.f(-table.limit)), near, v.f(-table.limit))
-    cell = v.as_int(v.b.fadd(near, v.f(table.shift)))
+    cell = v.as_int(v.b.fadd(v.clamp(t, table.limit), v.f(table.shift)))
     above = v.b.fcmp_ordered(">", t, v.lookup32(table.inside, cell))
-    code = v.b.sub(v.lookup32(table.base, cell), v.lane_mask(above))
+    base = v.lookup32(table.base, cell)
+    code = v.b.select(above, v.b.add(base, v.i(1)), base)
     return code, t, v.lookup16(codebook.levels(bits).tolist() * (16 >> bits), code)
 
 

@@ -15,8 +15,12 @@ from tq_offload.kernels.simd.vector import F32, FV, I8, I16, I32, I64, Lanes
 
 __all__ = [
     "add8", "bits_of", "butterfly8", "butterfly_lanes", "f32_of", "get", "get_i32", "get_i64", "get_u8", "get_u16",
-    "get_u32", "mul8", "paired_index", "put", "put_i64", "put_u8", "put_u16", "put_u32", "scale8", "sub8", "top8",
+    "get_u32", "mul8", "paired_index", "prefetch", "put", "put_i64", "put_u8", "put_u16", "put_u32", "scale8", "sub8",
+    "top8",
 ]  # fmt: skip
+
+
+CACHE_LINE = 64
 
 
 def _element(builder: Any, address: Any, index: Any, size: int) -> Any:
@@ -69,6 +73,22 @@ def paired_index(_context: Any, config: Any, _index: Any) -> Any:
         return builder.or_(block, builder.or_(odd, within))
 
     return types.int64(config, types.int64), codegen
+
+
+@intrinsic
+def prefetch(_context: Any, config: Any, _address: Any) -> Any:
+    """(config, address): ask for the bfloat16 vector there; the address may lie outside every buffer.
+
+    The CPU itself stops looking ahead at the end of a page, and a token's vectors of one side may fill half a page.
+    """
+
+    def codegen(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        v = Lanes(context, builder, permute=False)
+        for at in range(0, 0 if config.config.staged else 2 * config.config.dim, CACHE_LINE):
+            v.prefetch(args[1], at)
+        return context.get_dummy_value()
+
+    return types.void(config, types.int64), codegen
 
 
 @intrinsic

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tq_offload.kernels.grid_loops import Coding, Grid, address, keep
+from tq_offload.kernels.grid_loops import TO_A_LINE, Coding, Grid, aligned, keep
 from tq_offload.kernels.outlier_loops import channel_of, coarse_value, wild_ranges
 from tq_offload.kernels.simd.config import Format
 from tq_offload.kernels.simd.decode import decode_vector
 from tq_offload.kernels.simd.jit import jit, kernel
-from tq_offload.kernels.simd.memory import get_i64, get_u16, paired_index, put, put_u8
+from tq_offload.kernels.simd.memory import get_i64, get_u16, paired_index, prefetch, put, put_u8
 from tq_offload.kernels.vector_loops import from_bf16, store_vector
 
 __all__ = [
@@ -57,8 +57,8 @@ def put_coarse(config: Any, row: Any, coding: Any, column: Any, index: Any) -> N
 def decode_planes(config: Any, grid: Any, fmt: Any, coding: Any, tables: Any, left: Any) -> Any:
     """The loop of `simd_decode_stream`."""
     size, count = grid.vectors * grid.dim, 0
-    space = np.full(2 * size + grid.dim, np.float32(-0.0), np.float32)
-    mean = address(space)
+    space = np.full(2 * size + grid.dim + TO_A_LINE, np.float32(-0.0), np.float32)
+    mean = aligned(space)
     none = mean + 4 * size  # rows of the vectors without a mean
     stage = none + 4 * size
     width = (grid.dim * coding.bits) // 8
@@ -85,6 +85,7 @@ def decode_planes(config: Any, grid: Any, fmt: Any, coding: Any, tables: Any, le
                 if coding.outliers:
                     put_coarse(config, row, coding, p * grid.vectors + j, index)
                 at = grid.address + p * grid.plane_stride + t * grid.token_stride + j * grid.vector_stride
+                prefetch(config, at + grid.token_stride)
                 decode_vector(
                     config,
                     coding.codes + index * width,
@@ -140,8 +141,8 @@ def job_of(jobs: Any, i: Any, place: Any, coding: Any) -> Any:
         place.vector_stride,
     )  # fmt: skip
     part = Coding(
-        coding.bits, coding.rule, get_i64(job, 5), get_i64(job, 6), get_i64(job, 7), 0, coding.alpha, coding.beta,
-        coding.outliers, get_i64(job, 8), get_i64(job, 9), get_i64(job, 10),
+        coding.bits, coding.rule, coding.alpha, coding.beta, coding.outliers, get_i64(job, 5), get_i64(job, 6),
+        get_i64(job, 7), get_i64(job, 8), get_i64(job, 9), get_i64(job, 10), 0,
     )  # fmt: skip
     return grid, part, get_i64(job, 11)
 

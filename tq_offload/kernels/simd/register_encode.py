@@ -9,25 +9,36 @@ from typing import Any
 
 import numpy as np
 
-from tq_offload.kernels.grid_loops import address, keep
+from tq_offload.kernels.grid_loops import TO_A_LINE, aligned, keep
 from tq_offload.kernels.outlier_loops import no_means_of_outliers
 from tq_offload.kernels.simd.batch import (
     BATCH,
-    FIELD_BYTES,
-    FIELDS,
+    BATCH_SIZE,
     INVERSE,
-    LARGEST,
-    NU,
-    NV,
+    NU_PARTS,
+    NV_PARTS,
+    PART_ROW,
+    PARTS_AT,
     fit_ranges,
+    fold_largest,
+    fold_norms,
+    fold_products,
     out_of_range,
     scale_bits,
     shortened,
-)  # fmt: skip
+)
 from tq_offload.kernels.simd.config import Format
-from tq_offload.kernels.simd.encode import add_elements, quantise, rotate, squared_norms
+from tq_offload.kernels.simd.encode import (
+    TOGETHER,
+    add_one,
+    add_together,
+    quantise,
+    rotate,
+    squared_norm,
+    squared_norms,
+)
 from tq_offload.kernels.simd.jit import jit, kernel
-from tq_offload.kernels.simd.memory import get, get_i64, get_u16, paired_index, put, put_i64, put_u8, put_u16
+from tq_offload.kernels.simd.memory import get, get_i64, get_u16, paired_index, prefetch, put, put_i64, put_u8, put_u16
 from tq_offload.kernels.simd.register_decode import SimdTables, load_means, put_coarse
 from tq_offload.kernels.stream_loops import mean_bits
 from tq_offload.kernels.vector_loops import ZERO, copy, load_vector
@@ -50,10 +61,17 @@ def plane_means(config: Any, grid: Any, fmt: Any, coding: Any, p: Any, sums: Any
     size = grid.vectors * grid.dim
     for i in range(size):
         put(sums, i, ZERO)
-    for t in range(grid.tokens):
+    together = grid.tokens - grid.tokens % TOGETHER if fmt is None else 0
+    for t in range(0, together, TOGETHER):
         for j in range(grid.vectors):
             at = grid.address + p * grid.plane_stride + t * grid.token_stride + j * grid.vector_stride
-            add_elements(config, elements(at, fmt, grid.dim, stage), sums + 4 * grid.dim * j)
+            for row in range(TOGETHER, 2 * TOGETHER):
+                prefetch(config, at + row * grid.token_stride)
+            add_together(config, at, grid.token_stride, sums + 4 * grid.dim * j)
+    for t in range(together, grid.tokens):
+        for j in range(grid.vectors):
+            at = grid.address + p * grid.plane_stride + t * grid.token_stride + j * grid.vector_stride
+            add_one(config, elements(at, fmt, grid.dim, stage), grid.token_stride, sums + 4 * grid.dim * j)
     count = np.float32(1.0 / grid.tokens)
     for i in range(size):
         put_u16(coding.means, p * size + i, mean_bits(get(sums, paired_index(config, i)) * count))
@@ -71,27 +89,32 @@ def simd_encode_stream(config: Any, grid: Any, fmt: Format | None, coding: Any, 
     """
     size, dim, count = grid.vectors * grid.dim, grid.dim, 0
     vectors, width = grid.tokens * grid.vectors, (grid.dim * coding.bits) // 8
-    space = np.zeros(size + dim + BATCH * (4 * dim + FIELDS + 8), np.float32)  # 8: three i64 and a u16 a vector
-    mean = address(space)
+    indices = 8  # f32's worth: three i64 and a u16 a vector
+    space = np.zeros(size + dim + BATCH_SIZE + BATCH * (4 * dim + indices) + TO_A_LINE, np.float32)
+    mean = aligned(space)
     none = mean + 4 * size  # the row of the vectors without a mean
     y = none + 4 * dim
     stage = y + 4 * BATCH * dim
     own = stage + 4 * BATCH * dim  # for outliers: two rows a vector, with and without the mean, with coarse values
     batch = own + 8 * BATCH * dim
-    sources = batch + FIELD_BYTES * FIELDS
+    parts = batch + PARTS_AT
+    sources = batch + 4 * BATCH_SIZE
     rows, bare = sources + 8 * BATCH, sources + 16 * BATCH
     scales = sources + 24 * BATCH
+    ahead = (BATCH + grid.vectors - 1) // grid.vectors * grid.token_stride
+    for b in range(BATCH):
+        put_i64(bare, b, none)
     for p in range(grid.planes):
         if coding.means:
             plane_means(config, grid, fmt, coding, p, mean, stage)
-        t, j = 0, 0
+        token = at = grid.address + p * grid.plane_stride
+        j = 0
         for start in range(0, vectors, BATCH):
             many, first = min(BATCH, vectors - start), p * vectors + start
             for b in range(many):
-                at = grid.address + p * grid.plane_stride + t * grid.token_stride + j * grid.vector_stride
+                prefetch(config, at + ahead)
                 put_i64(sources, b, elements(at, fmt, dim, stage + 4 * dim * b))
                 put_i64(rows, b, mean + 4 * dim * j)
-                put_i64(bare, b, none)
                 if coding.outliers:
                     row = own + 8 * dim * b
                     copy(row, mean + 4 * dim * j, dim)
@@ -101,24 +124,29 @@ def simd_encode_stream(config: Any, grid: Any, fmt: Format | None, coding: Any, 
                     put_i64(rows, b, row)
                     put_i64(bare, b, row + 4 * dim)
                 j += 1
+                at += grid.vector_stride
                 if j == grid.vectors:
-                    t, j = t + 1, 0
+                    token += grid.token_stride
+                    at, j = token, 0
             for b in range(many):
-                squared_norms(config, get_i64(sources, b), get_i64(rows, b), batch + 4 * b)
+                source, row, part = get_i64(sources, b), get_i64(rows, b), parts + PART_ROW * b
                 if coding.outliers:
-                    nu = get(batch, BATCH * NU + b)
-                    squared_norms(config, get_i64(sources, b), get_i64(bare, b), batch + 4 * b)
-                    put(batch, BATCH * NV + b, get(batch, BATCH * NU + b))
-                    put(batch, BATCH * NU + b, nu)
+                    squared_norm(config, source, get_i64(bare, b), part + NV_PARTS)
+                    squared_norm(config, source, row, part + NU_PARTS)
+                else:
+                    squared_norms(config, source, row, part)
+            fold_norms(config, batch)
             flags = shortened(batch)
             for b in range(many):
                 row = get_i64(rows, b) if (flags >> b) & 1 else get_i64(bare, b)
-                put(batch, BATCH * LARGEST + b, rotate(config, get_i64(sources, b), row, tables.signs, y + 4 * dim * b))
+                rotate(config, get_i64(sources, b), row, tables.signs, y + 4 * dim * b, parts + PART_ROW * b)
+            fold_largest(config, batch)
             fit_ranges(config, batch, coding.alpha, coding.beta)
             for b in range(many):
                 inside, base, levels = tables.inside, tables.base, tables.levels
-                at, inverse = coding.codes + (first + b) * width, get(batch, BATCH * INVERSE + b)
-                quantise(config, y + 4 * dim * b, inverse, inside, base, levels, at, batch + 4 * b)
+                codes, inverse = coding.codes + (first + b) * width, get(batch, BATCH * INVERSE + b)
+                quantise(config, y + 4 * dim * b, inverse, inside, base, levels, codes, parts + PART_ROW * b)
+            fold_products(config, batch)
             scale_bits(config, coding.rule, batch, flags, scales)
             wild = out_of_range(batch)
             for b in range(many):

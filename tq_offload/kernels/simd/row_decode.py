@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tq_offload.kernels.grid_loops import address, address_of, keep
+from tq_offload.kernels.grid_loops import TO_A_LINE, address_of, aligned, keep
 from tq_offload.kernels.outlier_loops import channel_of, coarse_value, wild_ranges
 from tq_offload.kernels.simd.butterflies import lanes_of
 from tq_offload.kernels.simd.code_steps import expand, expand_last
@@ -22,9 +22,7 @@ from tq_offload.kernels.simd.row_steps import finish, finish2, itemsize_of
 from tq_offload.kernels.simd.rows import batch_of, inverse_rotate, row_room
 from tq_offload.kernels.vector_loops import block_of, from_bf16, store_vector
 
-__all__ = ["CACHE_LINE", "RowTables", "aligned", "load_means", "put_coarse", "row_decode_jobs", "row_decode_stream"]
-
-CACHE_LINE = 64
+__all__ = ["RowTables", "load_means", "put_coarse", "row_decode_jobs", "row_decode_stream"]
 
 
 class RowTables(NamedTuple):
@@ -36,12 +34,6 @@ class RowTables(NamedTuple):
     inside: int
     base: int
     levels: int
-
-
-@jit
-def aligned(space: Any) -> Any:
-    """Address of the first cache line in an array."""
-    return (address(space) + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
 
 
 @jit
@@ -99,7 +91,7 @@ def _decode_planes(config: Any, grid: Any, fmt: Any, coding: Any, tables: Any, l
     """The loop of `row_decode_stream`. A vector that is left gets something, too."""
     dim, block, size, batch = grid.dim, block_of(grid.dim), 4 * row_room(grid.dim), batch_of(grid.dim)
     vectors, width, count = grid.tokens * grid.vectors, (dim * coding.bits) // 8, 0
-    space = np.full((2 * batch + 1 + 2 * grid.vectors) * row_room(dim) + CACHE_LINE, np.float32(-0.0), np.float32)
+    space = np.full((2 * batch + 1 + 2 * grid.vectors) * row_room(dim) + TO_A_LINE, np.float32(-0.0), np.float32)
     rows = aligned(space)
     turned, stage = rows + batch * size, rows + 2 * batch * size
     mean = stage + size

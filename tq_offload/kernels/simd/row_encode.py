@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tq_offload.kernels.grid_loops import LSQ, NORM, address_of, keep
+from tq_offload.kernels.grid_loops import LSQ, NORM, TO_A_LINE, address_of, aligned, keep
 from tq_offload.kernels.outlier_loops import no_means_of_outliers
 from tq_offload.kernels.simd.butterflies import lanes_of
 from tq_offload.kernels.simd.code_steps import quantise, quantise32
@@ -19,7 +19,7 @@ from tq_offload.kernels.simd.config import Format
 from tq_offload.kernels.simd.jit import jit, kernel
 from tq_offload.kernels.simd.memory import get, get_i64, put, put_i64, put_u8, put_u16
 from tq_offload.kernels.simd.register_encode import elements
-from tq_offload.kernels.simd.row_decode import CACHE_LINE, RowTables, aligned, load_means, put_coarse
+from tq_offload.kernels.simd.row_decode import RowTables, load_means, put_coarse
 from tq_offload.kernels.simd.row_steps import accumulate, itemsize_of, squares, take
 from tq_offload.kernels.simd.rows import batch_of, rotate, row_room, sums_of
 from tq_offload.kernels.stream_loops import in_range, mean_bits
@@ -110,7 +110,7 @@ KNOWN = 14  # f32 of what is known of a vector
 def _work_size(dim: Any, vectors: Any) -> Any:
     """Size of the work space, f32."""
     batch = batch_of(dim)
-    return (5 * batch + 3 + vectors) * row_room(dim) + KNOWN * batch + CACHE_LINE
+    return (5 * batch + 3 + vectors) * row_room(dim) + KNOWN * batch + TO_A_LINE
 
 
 @jit

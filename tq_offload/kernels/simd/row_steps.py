@@ -123,7 +123,7 @@ def scale_top(v: Lanes, _settings: KernelConfig, at: Any, factors: Any, tops: An
     """Row *= factors; tops = the larger of itself and |row|, lane by lane."""
     y = v.b.fmul(v.load(at, 0, v.fv), v.load(factors, 0, v.fv))
     v.store(y, at, 0)
-    v.store(v.maximum(v.load(tops, 0, v.fv), v.absolute(y)), tops, 0)
+    v.store(v.larger_magnitude(v.load(tops, 0, v.fv), y), tops, 0)
 
 
 @step(ADDRESS)

@@ -22,6 +22,7 @@ F32, I1, I8, I16, I32, I64 = (
     ir.IntType(32),
     ir.IntType(64),
 )
+_SMALLER_MAGNITUDE, _LARGER_MAGNITUDE = 0b0010, 0b1011  # of VRANGEPS: with the sign of a, and without one
 FV, IV = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 
 
@@ -55,6 +56,7 @@ class Lanes:
         features = context.codegen().magic_tuple()[2].split(",")
         self._permute = permute and ("+avx2" if lanes == LANES else "+avx512f") in features
         self._fused = "+fma" in features
+        self._has_range = lanes == 16 and "+avx512dq" in features
 
     def f(self, value: float | Sequence[float]) -> Any:
         """f32 constant in all lanes, or one constant for each lane."""
@@ -95,6 +97,13 @@ class Lanes:
     def store(self, value: Any, address: Any, offset: int) -> None:
         """Store to any alignment."""
         self.b.store(value, self.pointer(address, offset, value.type)).align = 1
+
+    def prefetch(self, address: Any, offset: int) -> None:
+        """Ask for a cache line to be in the second-level cache; the address may lie outside every buffer."""
+        typ = I8.as_pointer()
+        function = self._intrinsic("llvm.prefetch.p0", ir.VoidType(), [typ, I32, I32, I32])
+        read, second_level, data = I32(0), I32(2), I32(1)
+        self.b.call(function, [self.pointer(address, offset, I8), read, second_level, data])
 
     def shuffle(self, a: Any, b: Any, mask: Sequence[int]) -> Any:
         """`shufflevector`: lanes of a, then of b."""
@@ -178,6 +187,26 @@ class Lanes:
     def maximum(self, a: Any, b: Any) -> Any:
         """The larger of two f32 in every lane."""
         return self.b.select(self.b.fcmp_ordered(">", a, b), a, b)
+
+    def clamp(self, x: Any, limit: float) -> Any:
+        """x between -limit and limit; of NaN anything."""
+        if self._has_range:
+            return self._range(x, self.f(limit), _SMALLER_MAGNITUDE)
+        x = self.b.select(self.b.fcmp_ordered("<", x, self.f(limit)), x, self.f(limit))
+        return self.b.select(self.b.fcmp_ordered(">", x, self.f(-limit)), x, self.f(-limit))
+
+    def larger_magnitude(self, top: Any, x: Any) -> Any:
+        """The larger of `top`, which is not negative, and |x| in every lane."""
+        if self._has_range:
+            return self._range(top, x, _LARGER_MAGNITUDE)
+        return self.maximum(top, self.absolute(x))
+
+    def _range(self, a: Any, b: Any, choice: int) -> Any:
+        """The CPU's choice by magnitude, as one instruction."""
+        every = ir.IntType(16)
+        args = [self.fv, self.fv, I32, self.fv, every, I32]
+        function = self._intrinsic("llvm.x86.avx512.mask.range.ps.512", self.fv, args)
+        return self.b.call(function, [a, b, I32(choice), a, every(-1), I32(4)])
 
     def minimum_int(self, a: Any, limit: int) -> Any:
         """min(a, limit) of i32 lanes, unsigned."""

@@ -10,7 +10,20 @@ import numpy as np
 import torch
 
 from tq_offload.errors import LayoutError, NonFiniteError
-from tq_offload.kernels.base import Array, Chunks, Decoder, Sections, Stream, VectorParams, decode_each
+from tq_offload.frame import StreamPlan
+from tq_offload.kernels.base import (
+    Array,
+    Chunks,
+    Decoder,
+    FiniteCheck,
+    Sections,
+    SectionsCoder,
+    Stream,
+    StreamCoder,
+    VectorParams,
+    check_finite,
+    decode_each,
+)
 from tq_offload.kernels.triton.launch import decode_on_device, encode_on_device
 from tq_offload.kernels.triton.sections import DeviceSections, default_device, on_device
 
@@ -66,6 +79,14 @@ class TritonBackend:
             flat = self._copy(dst)  # what lies between the vectors stays as it is
             decode_on_device(flat, stream, params, _map(sections, self._shaped))
             dst.view(_SIGNED[dst.itemsize])[...] = flat.cpu().numpy()
+
+    def coder(self, plan: StreamPlan, params: VectorParams) -> StreamCoder:
+        """See `Backend.coder`."""
+        return SectionsCoder(self, plan, params)
+
+    def finite_check(self, places: Array) -> FiniteCheck:
+        """See `Backend.finite_check`."""
+        return check_finite(places)
 
     def decoder(self, dim: int, chunks: Sequence[Chunks]) -> Decoder:
         """See `Backend.decoder`."""
