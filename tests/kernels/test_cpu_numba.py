@@ -324,16 +324,16 @@ def test_ties_go_to_the_lower_code(bits: int) -> None:
     """Coordinates on a threshold and beside it, and both zeros, in the SIMD and in the generic quantiser."""
     import numba
 
-    from tq_offload.kernels.simd.batch import BATCH, FIELDS
+    from tq_offload.kernels.simd.batch import BATCH_SIZE, PARTS_AT
     from tq_offload.kernels.simd.config import KernelConfig
     from tq_offload.kernels.simd.encode import quantise as simd_quantise
     from tq_offload.kernels.stream_loops import quantise
 
     @numba.njit
-    def quantise_all(config, y, n, dim, tables, codes, width, batch):  # type: ignore[no-untyped-def]
+    def quantise_all(config, y, n, dim, tables, codes, width, parts):  # type: ignore[no-untyped-def]
         for i in range(n):
             inside, base, levels = tables.inside, tables.base, tables.levels
-            simd_quantise(config, y + 4 * dim * i, np.float32(1), inside, base, levels, codes + width * i, batch)
+            simd_quantise(config, y + 4 * dim * i, np.float32(1), inside, base, levels, codes + width * i, parts)
 
     thresholds = codebook.thresholds(bits)
     beside = [np.nextafter(thresholds, np.float32(x)) for x in (-10, 10)]
@@ -347,12 +347,14 @@ def test_ties_go_to_the_lower_code(bits: int) -> None:
     np.testing.assert_array_equal(codes, wanted)
     np.testing.assert_array_equal(levels, codebook.levels(bits)[wanted])
 
-    packed, batch = np.zeros(bits * len(t) // 8, np.uint8), np.zeros((FIELDS, BATCH), np.float32)
+    packed, batch = np.zeros(bits * len(t) // 8, np.uint8), np.zeros(BATCH_SIZE, np.float32)
     for config in (KernelConfig(16, bits), KernelConfig(16, bits, permute=False), KernelConfig(32, bits, lanes=16)):
         packed[:] = 0
         simd_tables, _kept = numba_tables.register_tables(replace(DEFAULTS, bits=bits), config, encoding=True)
         vectors, width = len(t) // config.dim, config.dim * bits // 8
-        quantise_all(config, address(t), vectors, config.dim, simd_tables, address(packed), width, address(batch))
+        quantise_all(
+            config, address(t), vectors, config.dim, simd_tables, address(packed), width, address(batch) + PARTS_AT
+        )
         np.testing.assert_array_equal(unpack(packed, len(t), bits), wanted)
 
 
