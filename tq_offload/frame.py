@@ -335,8 +335,6 @@ def read_header(frame: memoryview) -> tuple[FrameHeader, FramePlan]:
     header = bytes(frame[_PREAMBLE.size : end])
     key, model = header[_KEY_AT : _KEY_AT + DIGEST_SIZE], header[_MODEL_AT:]
     plan = _plan_of(header[:_KEY_AT] + UNBOUND + header[_KEY_AT + DIGEST_SIZE : _MODEL_AT] + UNBOUND)
-    if plan.header_length != header_length:
-        raise FrameHeaderError("the header is not in its shortest form")
     if plan.length != length:
         raise FrameLengthError(f"the layout needs {plan.length} bytes, the frame has {length}")
     if _checksum(frame) != checksum:
@@ -348,6 +346,8 @@ def read_header(frame: memoryview) -> tuple[FrameHeader, FramePlan]:
 def _plan_of(header: bytes) -> FramePlan:
     """The plan of all frames that have this header but for key and model, which are zeros here."""
     spec, layout = _parse_header(header)
+    if header != _pack_header(spec, layout, UNBOUND, UNBOUND):
+        raise FrameHeaderError("the header is not in its shortest form")
     try:
         return make_plan(spec, layout)
     except LayoutError as error:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -25,6 +27,8 @@ from tq_offload_connectors.tier import Frame, Tier
 Result = TypeVar("Result")
 
 __all__ = ["Destination", "FrameKey", "FrameStore", "LateError", "NoMemoryError", "Put", "open_stores"]
+
+EXIT_TIMEOUT_S = 1.0
 
 Destination = Callable[[ChunkLayout], Sequence[torch.Tensor]]
 """From what a sound frame holds to where it is to be decoded.
@@ -119,6 +123,18 @@ open_stores: WeakSet[FrameStore] = WeakSet()
 """Those of this process that are not closed."""
 
 
+@cache
+def _close_at_exit(pid: int) -> None:
+    """Close what is open at the end of this process: a thread that the interpreter ends inside torch aborts it."""
+
+    def close() -> None:
+        if os.getpid() == pid:  # a forked process has none of the threads
+            for store in list(open_stores):
+                store.close(EXIT_TIMEOUT_S)
+
+    atexit.register(close)
+
+
 class FrameStore:
     """Encodes chunks once and keeps the frames in tiers, fastest first. Thread-safe.
 
@@ -159,6 +175,7 @@ class FrameStore:
         for thread in self._encoders:
             thread.start()
         open_stores.add(self)
+        _close_at_exit(os.getpid())
         for tier in self.tiers:
             tier.counters.gauge("encode_queue_bytes", lambda: float(self._queued_bytes))
 

@@ -186,6 +186,15 @@ def test_header_bytes(raw: bytes) -> None:
     assert error.reason in ("header", "length")
 
 
+def test_signed_integers_where_unsigned_ones_are_as_short() -> None:
+    """Seed 1000 as int16 in place of uint16: as long, and not the one form of the header."""
+    codec = TurboQuantCodec(CodecSpec(seed=1000), "reference")
+    frame = bytes(codec.encode([X], LAYOUT, key=KEY, model=MODEL))
+    assert frame.count(b"\xa4seed\xcd\x03\xe8") == 1
+    data = sealed(frame.replace(b"\xa4seed\xcd\x03\xe8", b"\xa4seed\xd1\x03\xe8"))
+    assert fails(data).reason == "header"
+
+
 def test_padding_is_under_the_checksum_and_content_is_checked() -> None:
     plan = make_plan(CODEC.spec, LAYOUT)
     at = plan.groups[0][0].scales.offset

@@ -41,7 +41,7 @@ class StreamKernels:
         return FORMATS[self.params.dtype]
 
     def encode(self, grid: Grid, coding: Coding, sketch: loops.Sketch | None) -> None:
-        """Encode a stream that is where `_check` of the backend found nothing wrong.
+        """Encode a stream in which `numba_checks` found nothing wrong.
 
         Raises:
             NonFiniteError: NaN or Inf among its elements.
@@ -61,7 +61,7 @@ class StreamKernels:
             raise NonFiniteError("NaN or Inf in the KV chunk")
 
     def decode(self, grid: Grid, coding: Coding, sketch: loops.Sketch | None) -> None:
-        """Decode a stream."""
+        """Decode a stream in which `numba_checks` found nothing wrong."""
         simd = self.decoding
         if simd is not None:
             left = np.zeros(grid.planes * grid.tokens * grid.vectors, np.uint8)

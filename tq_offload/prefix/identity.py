@@ -114,7 +114,7 @@ def _describe(model: Any) -> str:
         raise ConfigError("model", type(model).__name__, "for a model with adapters a name of your own")
     name = getattr(model, "name_or_path", "") or getattr(config, "_name_or_path", "")
     if not name:
-        raise ConfigError("model", type(model).__name__, "for a model without name_or_path a name of your own")
+        raise ConfigError("model", type(model).__name__, "a name of your own, since this model has no name_or_path")
     text = config.get_text_config(decoder=True)
     facts = {field: getattr(text, field, None) for field in _FIELDS}
     facts["rope"] = {

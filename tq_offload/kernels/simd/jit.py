@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
-import pickle
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import numba
@@ -22,7 +24,8 @@ def jit(fn: Callable[..., Any], **options: Any) -> Any:
 class Kernel:
     """An entry point. Compiled code is kept on disk where numba finds a folder that it may write.
 
-    A cache that fails later (full disk, damaged files) is given up with a warning; the kernel is compiled in memory.
+    A cache that fails later (full disk, files that cannot be read, code of something else) is given up with a warning:
+    the kernel is compiled in memory. numba keeps no checksum: bits that flip in compiled code are not noticed.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -48,12 +51,33 @@ class Kernel:
         """From memory, from disk or compiled now."""
         kinds = tuple(numba.typeof(arg) for arg in args)
         try:
-            version: Callable[..., Any] = self.dispatcher.compile(kinds)
-        except (OSError, EOFError, pickle.UnpicklingError) as error:
-            _log.warning("numba's cache of %s is not used: %s", self._fn.__name__, error)
-            self.dispatcher = jit(self._fn)
-            version = self.dispatcher.compile(kinds)
+            with one_process(self.dispatcher, self._fn.__name__):
+                return self._version(kinds)
+        except Exception as error:  # pickle, numba and LLVM raise a dozen kinds for files that they cannot read
+            _log.warning("numba's cache of %s is not used: %s: %s", self._fn.__name__, type(error).__name__, error)
+        self.dispatcher = jit(self._fn)
+        return self._version(kinds)
+
+    def _version(self, kinds: tuple[Any, ...]) -> Callable[..., Any]:
+        version: Callable[..., Any] = self.dispatcher.compile(kinds)
+        if kinds not in self.dispatcher.overloads:
+            raise LookupError("the file holds code for other arguments")
         return version
+
+
+@contextmanager
+def one_process(dispatcher: Any, name: str) -> Iterator[None]:
+    """Hold the lock of a kernel's cache, where there is one: others wait, and find there what was compiled meanwhile.
+
+    numba numbers its files without a lock. Of two processes that fill a cache at once, each may take the other's code
+    for its own, and so does every later one.
+    """
+    with ExitStack() as held:
+        with suppress(OSError, TypeError):  # no folder, none that may be written, no locks there
+            file = held.enter_context(open(os.path.join(dispatcher._cache.cache_path, f"{name}.lock"), "ab"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+            held.callback(fcntl.flock, file, fcntl.LOCK_UN)  # closing is not enough: a fork may have a copy
+        yield
 
 
 kernel = Kernel
