@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -96,6 +97,28 @@ def test_code_for_other_arguments_is_not_run(env: dict[str, str]) -> None:
     done = run(SWAPPED, env)
     assert done.stdout.strip() == "2 True"
     assert "numba's cache of tiny is not used" in done.stderr
+
+
+HELD = """
+import logging
+from tq_offload.kernels.simd import jit
+from tiny import tiny
+from tq_offload.kernels.simd.config import KernelConfig
+logging.basicConfig()
+jit.LOCK_TIMEOUT_S = 0.2
+print(tiny(KernelConfig(dim=3), 1))
+"""
+
+
+def test_a_process_that_has_stopped_does_not_stop_the_others(env: dict[str, str]) -> None:
+    run(CALL, env)
+    (path,) = Path(env["NUMBA_CACHE_DIR"]).rglob("tiny.lock")
+    with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        done = run(HELD, env)
+    assert done.stdout == "2\n"
+    assert "the lock of numba's cache of tiny is held" in done.stderr
+    assert run(HELD, env).stderr == ""
 
 
 CALL = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import numba
 
 __all__ = ["Kernel", "jit", "kernel"]
+
+LOCK_TIMEOUT_S = 60.0  # several times what the largest kernel takes to compile
 
 _log = logging.getLogger(__name__)
 
@@ -70,14 +73,30 @@ def one_process(dispatcher: Any, name: str) -> Iterator[None]:
     """Hold the lock of a kernel's cache, where there is one: others wait, and find there what was compiled meanwhile.
 
     numba numbers its files without a lock. Of two processes that fill a cache at once, each may take the other's code
-    for its own, and so does every later one.
+    for its own, and so does every later one. Nobody waits for ever: a process that has stopped must not stop others.
     """
     with ExitStack() as held:
         with suppress(OSError, TypeError):  # no folder, none that may be written, no locks there
             file = held.enter_context(open(os.path.join(dispatcher._cache.cache_path, f"{name}.lock"), "ab"))
-            fcntl.flock(file, fcntl.LOCK_EX)
-            held.callback(fcntl.flock, file, fcntl.LOCK_UN)  # closing is not enough: a fork may have a copy
+            if _locked(file):
+                held.callback(fcntl.flock, file, fcntl.LOCK_UN)  # closing is not enough: a fork may have a copy
+            else:
+                _log.warning("the lock of numba's cache of %s is held for more than %g s", name, LOCK_TIMEOUT_S)
         yield
+
+
+def _locked(file: Any) -> bool:
+    """Whether the lock could be had in time."""
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        else:
+            return True
 
 
 kernel = Kernel
