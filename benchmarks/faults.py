@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,8 @@ __all__ = ["EXPECTED_REASONS", "Faults", "damage", "run_faults"]
 EXPECTED_REASONS = {"checksum": 1, "not_loaded": 1, "magic": 1}
 """What one flipped byte, one truncated file and one foreign file are counted as."""
 
+ROOT = Path(__file__).parents[1]
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _MISSES = "tq_offload_misses_total"
 
 
@@ -52,7 +55,8 @@ def run_faults(server: LMCacheServer, engine: VLLMEngine, disk: Path, prompt: st
     server.check_alive()
     engine.check_alive()
     after = _misses(server)
-    lines = [line for line in server.log.read_text(errors="replace").splitlines() if "TQ-Offload: miss, reason" in line]
+    text = _COLOURS.sub("", server.log.read_text(errors="replace")).replace(f"{ROOT}/", "")
+    lines = [line for line in text.splitlines() if "TQ-Offload: miss, reason" in line]
     return Faults(
         {reason: count - before.get(reason, 0) for reason, count in after.items() if count > before.get(reason, 0)},
         lines,

@@ -11,11 +11,18 @@ import pytest
 
 from benchmarks import demo_report, render_docs
 from benchmarks.doc_sections import paragraph
+from benchmarks.samples import RESULTS
 
 
 @pytest.mark.parametrize("name", render_docs.SECTIONS)
 def test_what_is_committed_is_what_the_results_give(name: str) -> None:
     assert list(render_docs.differences([name])) == []
+
+
+def test_results_name_no_path_of_the_machine_that_wrote_them() -> None:
+    for path in sorted(RESULTS.glob("*.*")):
+        found = re.findall(r"(?:^|[\s\"'=(:])(/(?:[\w.-]+/)+)", path.read_text(encoding="utf-8"))
+        assert found == [], path.name
 
 
 def test_readme_has_no_figure_of_a_benchmark_outside_the_sections() -> None:
