@@ -10,10 +10,11 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.samples import ROOT
+
 __all__ = ["DOCUMENT", "README", "markdown_table", "paragraph", "with_section", "write_section"]
 
-_ROOT = Path(__file__).resolve().parents[1]
-DOCUMENT, README = _ROOT / "docs" / "benchmarks.md", _ROOT / "README.md"
+DOCUMENT, README = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
 
 
 def with_section(before: str, name: str, text: str) -> str:

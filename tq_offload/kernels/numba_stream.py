@@ -30,7 +30,6 @@ GENERIC = KernelConfig()
 class StreamKernels:
     """What codes streams of one kind; `encoding` and `decoding` are None where no SIMD kernels cover them."""
 
-    dim: int
     params: VectorParams
     encoding: SimdKernels | None
     decoding: SimdKernels | None
@@ -56,7 +55,7 @@ class StreamKernels:
             coding = coding._replace(only=address_of_array(left))
         elif coding.means:
             loops.mean_stream(GENERIC, grid, self.format, coding)
-        tables, _kept = loop_tables(self.params, self.dim)
+        tables, _kept = loop_tables(self.params, grid.dim)
         if not loops.encode_stream(GENERIC, grid, self.format, coding, sketch, tables):
             raise NonFiniteError("NaN or Inf in the KV chunk")
 
@@ -68,7 +67,7 @@ class StreamKernels:
             if not simd.decode(simd.config, grid, simd.written_as, coding, simd.tables, address_of_array(left)):
                 return
             coding = coding._replace(only=address_of_array(left))
-        tables, _kept = loop_tables(self.params, self.dim)
+        tables, _kept = loop_tables(self.params, grid.dim)
         loops.decode_stream(GENERIC, grid, self.format, coding, sketch, tables)
 
 
@@ -82,11 +81,11 @@ def stream_kernels(dim: int, params: VectorParams, simd: tuple[bool, int | None]
         simd: `permute` and `lanes` of `simd_kernels`; None: generic loops alone.
     """
     if simd is None:
-        return StreamKernels(dim, params, None, None)
+        return StreamKernels(params, None, None)
     encoding, decoding = (
         simd_kernels(dim, params, encoding=way, permute=simd[0], lanes=simd[1]) for way in (True, False)
     )
-    return StreamKernels(dim, params, encoding, decoding)
+    return StreamKernels(params, encoding, decoding)
 
 
 class PlanCoder:
@@ -98,13 +97,10 @@ class PlanCoder:
     """
 
     def __init__(self, kernels: StreamKernels, plan: StreamPlan) -> None:
-        grid, size = plan.coded, kernels.format.itemsize
         self._kernels = kernels
         self._plan = plan
-        self._elements = checks.end_of(grid)
-        self._start = grid.offset * size
-        strides = grid.plane_stride, grid.token_stride, grid.vector_stride
-        self._counts = (grid.planes, grid.tokens, grid.vectors, grid.dim, *(stride * size for stride in strides))
+        self._elements = checks.end_of(plan.coded)
+        self._grid = grid_of(0, plan.coded, kernels.format.itemsize)
         sections = plan.means, plan.scales, plan.codes, plan.outlier_channels, plan.outlier_ranges, plan.outlier_codes
         self._places = [None if section is None else section.offset for section in sections]
         self._sketch = plan.sketch_scales and plan.sketch and (plan.sketch_scales.offset, plan.sketch.offset)
@@ -128,17 +124,16 @@ class PlanCoder:
         checks.check_buffer(chunk, self._kernels.params, self._elements)
         checks.check_frame(frame, self._end)
         at = address_of_array(frame)
-        grid = Grid(address_of_array(chunk) + self._start, *self._counts)
+        grid = self._grid._replace(address=address_of_array(chunk) + self._grid.address)
         coding = Coding(*self._kind, *[0 if place is None else at + place for place in self._places])
         sketch = loops.Sketch(at + self._sketch[0], at + self._sketch[1]) if self._sketch else None
         return grid, coding, sketch
 
 
-def grid_of(flat: Array, stream: Stream) -> Grid:
-    """A stream over the bits of a chunk."""
-    size = flat.itemsize
+def grid_of(address: int, stream: Stream, size: int) -> Grid:
+    """A stream over the elements of `size` bytes at an address."""
     return Grid(
-        address_of_array(flat) + stream.offset * size,
+        address + stream.offset * size,
         stream.planes,
         stream.tokens,
         stream.vectors,
@@ -149,10 +144,8 @@ def grid_of(flat: Array, stream: Stream) -> Grid:
     )
 
 
-def coding_of(params: VectorParams, sections: Sections | None = None) -> Coding:
-    """How a stream is coded, and where its sections are, if they are given."""
-    if sections is None:
-        return Coding(*_kind_of(params))
+def coding_of(params: VectorParams, sections: Sections) -> Coding:
+    """How a stream is coded, and where its sections are."""
     means = sections.means if params.mean else None
     outliers = sections.outlier_channels, sections.outlier_ranges, sections.outlier_codes
     places = map(address_of_array, (means, sections.scales, sections.codes, *outliers))

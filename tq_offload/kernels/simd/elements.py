@@ -46,7 +46,7 @@ def _widen(v: Lanes, fmt: Format, bits: Any) -> Any:
 def store_pair(v: Lanes, fmt: Format, address: Any, first: int, even: Any, odd: Any) -> None:
     """Round to nearest even and store the elements from `first` on.
 
-    float16 and float8 are clamped to their finite range. bfloat16 and float32 are not: see `clamped`.
+    float16 and float8 are clamped to their finite range. bfloat16 and float32 are not: see `narrow16`.
     """
     if fmt.itemsize == 4:
         interleaved = [i // 2 + (i & 1) * v.lanes for i in range(2 * v.lanes)]
@@ -63,13 +63,6 @@ def store_pair(v: Lanes, fmt: Format, address: Any, first: int, even: Any, odd: 
         v.store(pairs, address, 2 * first)
     else:
         v.store(v.b.trunc(v.b.bitcast(pairs, _SHORTS16), _BYTES16), address, first)
-
-
-def clamped(v: Lanes, fmt: Format, x: Any) -> Any:
-    """x clamped to the finite range."""
-    top = float(fmt.top)
-    x = v.b.select(v.b.fcmp_ordered("<", x, v.f(top)), x, v.f(top))
-    return v.b.select(v.b.fcmp_ordered(">", x, v.f(-top)), x, v.f(-top))
 
 
 def rounded(v: Lanes, bits: Any, shift: int) -> Any:
@@ -133,7 +126,7 @@ def narrow16(_context: Any, _values: Any, _kind: Any, _out: Any) -> Any:
         v = Lanes(context, builder, permute=False)
 
         def emit(fmt: Format) -> None:
-            a, b = (clamped(v, fmt, v.load(args[0], at, FV)) for at in (0, 32))
+            a, b = (v.clamp(v.load(args[0], at, FV), float(fmt.top)) for at in (0, 32))
             store_pair(v, fmt, args[2], 0, v.shuffle(a, b, _EVEN), v.shuffle(a, b, _ODD))
 
         _by_kind(builder, args[1], emit)

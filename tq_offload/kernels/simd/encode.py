@@ -199,8 +199,7 @@ def _by_signed_cells(v: Lanes, bits: int, t: Any) -> tuple[Any, Any, Any]:
     table = signed_cells(bits)
     cell = v.as_int(v.b.fadd(v.clamp(t, table.limit), v.f(table.shift)))
     above = v.b.fcmp_ordered(">", t, v.lookup32(table.inside, cell))
-    base = v.lookup32(table.base, cell)
-    code = v.b.select(above, v.b.add(base, v.i(1)), base)
+    code = v.b.sub(v.lookup32(table.base, cell), v.lane_mask(above))
     return code, t, v.lookup16(codebook.levels(bits).tolist() * (16 >> bits), code)
 
 

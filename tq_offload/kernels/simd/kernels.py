@@ -8,7 +8,6 @@ the other.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from tq_offload.kernels.base import Array, VectorParams
@@ -42,7 +41,6 @@ class SimdKernels:
     written_as: Any
 
 
-@lru_cache(maxsize=256)
 def simd_kernels(dim: int, params: VectorParams, *, encoding: bool, permute: bool, lanes: int | None) -> SimdKernels:
     """The kernels for vectors of D elements.
 

@@ -14,9 +14,9 @@ from numba.extending import intrinsic
 from tq_offload.kernels.simd.vector import F32, FV, I8, I16, I32, I64, Lanes
 
 __all__ = [
-    "add8", "bits_of", "butterfly8", "butterfly_lanes", "f32_of", "get", "get_i32", "get_i64", "get_u8", "get_u16",
-    "get_u32", "mul8", "paired_index", "prefetch", "put", "put_i64", "put_u8", "put_u16", "put_u32", "scale8", "sub8",
-    "top8",
+    "CACHE_LINE", "add8", "bits_of", "butterfly8", "butterfly_lanes", "f32_of", "get", "get_i32", "get_i64", "get_u8",
+    "get_u16", "get_u32", "mul8", "paired_index", "prefetch", "put", "put_i64", "put_u8", "put_u16", "put_u32",
+    "scale8", "sub8", "top8",
 ]  # fmt: skip
 
 
